@@ -1,0 +1,33 @@
+# Draftmill: prompts in, training data for a speculative-decoding drafter out. See README.md.
+from snakemake.utils import min_version
+
+min_version("9.27")
+
+
+configfile: "config.yaml"
+
+
+report: "workflow/report/workflow.rst"
+
+
+include: "workflow/rules/common.smk"
+
+
+scattergather:
+    shards=settings["shards"],
+
+
+include: "workflow/rules/model.smk"
+include: "workflow/rules/prompts.smk"
+include: "workflow/rules/generation.smk"
+include: "workflow/rules/dataset.smk"
+include: "workflow/rules/report.smk"
+
+
+rule all:
+    """The dataset, the throughput, and everything the report shows."""
+    input:
+        rules.drafter_dataset.output,
+        rules.throughput.output,
+        rules.report_items.output,
+    default_target: True

@@ -1,0 +1,468 @@
+"""A run of the real workflow against stand-in servers, in a folder of its own, that may be hit in the middle.
+
+What it gives to the driver and to the tests: the run's processes by role, signals to them, a census, the journal's
+keys, the servers' request log, and the laws as functions that return what broke them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pyarrow.parquet as pq
+import tiny_model
+import yaml
+from standin_server import identify
+
+ROOT = Path(__file__).resolve().parents[2]
+STANDIN = ROOT / "tests" / "faults" / "standin_server.py"
+MARK = "DRAFTMILL_CHAOS_RUN"
+END_S = 10.0  # law 5: nothing of a run is left after so long
+# A process's role by what its command line holds; the first that fits counts.
+ROLES = {
+    "generate": "generate.py",
+    "lease": "lease.py",
+    "supervisor": "supervisor.py",
+    "keeper": "keeper.py",
+    "server": "standin_server.py",
+    "snakemake": "-m snakemake",
+}
+
+sys.path.insert(0, str(ROOT / "workflow" / "scripts"))
+
+SETTINGS: dict[str, Any] = {
+    "shards": 4,
+    "prompts": {"files": ["prompts.jsonl"], "limit": None},
+    "sampling": {"max_tokens": 160},
+    "validation": {"min_supervised_tokens": 1, "reject_limit": 1.0},
+    "operation": {
+        "engine": "sglang",
+        "cpu_servers": 3,
+        "server": {
+            "flags": ["--device", "cpu"],
+            "start_timeout_s": 8,
+            "stall_s": 4,
+            "restarts": 5,
+            "warm_s": 2,
+        },
+        "client": {"request_timeout_s": 8},
+        "progress_interval_s": 1,
+    },
+}
+STANDIN_SPEC: dict[str, Any] = {
+    "slots": 6,
+    "scale": 1.0,
+    "start_s": 0.2,
+    "prefill_ms": [10.0, 0.01],
+    "lengths": {"median": 40, "mean": 60, "cap": 150, "min": 3},
+}
+
+
+@dataclass(frozen=True)
+class Process:
+    """One process of the run. `role` is a key of ROLES, `child` for a server's child, or `other`."""
+
+    pid: int
+    parent: int
+    role: str
+    command: str
+
+    def send(self, number: int) -> None:
+        """Sends a signal, if it still lives."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, number)
+
+
+@dataclass
+class Run:
+    """One working folder with its configuration, its prompts and its servers' behaviour."""
+
+    folder: Path
+    model: Path
+    settings: dict[str, Any] = field(default_factory=dict)
+    standin: dict[str, Any] = field(default_factory=dict)
+    environment: dict[str, str] = field(default_factory=dict)
+    mark: str = field(default_factory=lambda: secrets.token_hex(8))
+    started: int = 0
+    killed_at: list[float] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        """Writes config, prompts and the servers' behaviour."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.configure(self.settings)
+        self.behave(self.standin)
+
+    @property
+    def results(self) -> Path:
+        return self.folder / "results"
+
+    def configure(self, changes: Mapping[str, Any]) -> None:
+        """Writes config.yaml: SETTINGS, this run's model, and `changes` laid over them."""
+        self.settings = dict(changes)
+        merged = _over(_over(SETTINGS, {"model": {"path": str(self.model)}}), changes)
+        (self.folder / "config.yaml").write_text(yaml.safe_dump(merged))
+
+    def behave(self, changes: Mapping[str, Any]) -> None:
+        """Writes how servers behave from their next start on."""
+        spec = {**STANDIN_SPEC, **changes, "folder": str(self.folder / "standin")}
+        (self.folder / "standin.json").write_text(json.dumps(spec))
+
+    def prompts(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Writes the prompt file."""
+        with (self.folder / "prompts.jsonl").open("w", encoding="utf-8") as file:
+            file.writelines(json.dumps(row) + "\n" for row in rows)
+
+    # ---- running
+
+    def env(self) -> dict[str, str]:
+        """The environment of everything that this run starts."""
+        mine = {name: value for name, value in os.environ.items() if not name.startswith("DRAFTMILL_")}
+        return {
+            **mine,
+            "PATH": f"{Path(sys.executable).parent}:{mine['PATH']}",
+            "DRAFTMILL_SGLANG_COMMAND": f"{sys.executable} {STANDIN}",
+            "DRAFTMILL_RUNTIME_DIR": str(self.folder.parent / "rt"),
+            "STANDIN": str(self.folder / "standin.json"),
+            "PYTHONPATH": f"{ROOT / 'tests' / 'faults' / 'clock'}:{ROOT / 'workflow' / 'scripts'}",
+            MARK: self.mark,
+            **self.environment,
+        }
+
+    def start(self, *arguments: str, cores: int = 8) -> subprocess.Popen[bytes]:
+        """Starts Snakemake in a process group of its own; its output goes to snakemake-<n>.log."""
+        self.started += 1
+        command = [sys.executable, "-m", "snakemake", *arguments, *self._flags(cores)]
+        with self.log(self.started).open("wb") as output:
+            return subprocess.Popen(
+                command, env=self.env(), stdout=output, stderr=output, start_new_session=True, cwd=self.folder
+            )
+
+    def _flags(self, cores: int) -> list[str]:
+        where = ["--snakefile", str(ROOT / "Snakefile"), "--directory", str(self.folder)]
+        return [*where, "--cores", str(cores), "--resources", f"gpu={cores}"]
+
+    def log(self, number: int | None = None) -> Path:
+        """Where the n-th (by default the last) call of Snakemake wrote."""
+        return self.folder / f"snakemake-{number or self.started}.log"
+
+    def finish(self, *arguments: str, timeout_s: float = 60) -> int:
+        """Runs Snakemake to its end; kills its group when it takes longer. Returns the exit code (-9 then)."""
+        process = self.start(*arguments)
+        try:
+            return process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            self.stop_all()
+            return process.wait()
+
+    def start_resume(self, *arguments: str) -> subprocess.Popen[bytes]:
+        """Starts the documented command that goes on after any end."""
+        self.started += 1
+        command = [sys.executable, "-m", "draftmill", "resume", *arguments, *self._flags(8)]
+        with self.log().open("wb") as output:
+            return subprocess.Popen(
+                command, env=self.env(), stdout=output, stderr=output, start_new_session=True, cwd=self.folder
+            )
+
+    def dry_run(self) -> dict[str, list[str]]:
+        """What `snakemake -n` would run: rule -> the shards (wildcards), or [""] for a rule without."""
+        done = subprocess.run(
+            [sys.executable, "-m", "snakemake", "-n", *self._flags(8)],
+            env=self.env(),
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+        out = done.stdout + done.stderr
+        table = re.search(r"\njob +count\n[- ]+\n((?:\w+ +\d+\n)+)", out)
+        planned = {row.split()[0]: [""] for row in table[1].splitlines()} if table else {}
+        for rule, message in (("generate", "Generating shard"), ("launch_server", "Leasing a server for shard")):
+            if rule in planned:
+                planned[rule] = sorted(set(re.findall(rf"{message} (\S+)\.", out)))
+        return planned
+
+    # ---- its processes
+
+    def processes(self) -> list[Process]:
+        """Every living process of this run, by the mark in its environment."""
+        needle = f"{MARK}={self.mark}".encode()
+        found = []
+        for entry in Path("/proc").iterdir():
+            if not entry.name.isdigit() or int(entry.name) == os.getpid():
+                continue
+            try:
+                if needle not in (entry / "environ").read_bytes():
+                    continue
+                command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+                stat = (entry / "stat").read_text().rpartition(")")[2].split()
+            except OSError:
+                continue
+            if stat[0] in ("Z", "X"):
+                continue
+            role = next((role for role, part in ROLES.items() if part in command), "other")
+            found.append(Process(int(entry.name), int(stat[1]), role, command.strip()))
+        servers = {p.pid for p in found if p.role == "server"}
+        keepers = {p.pid for p in found if p.role == "keeper"}
+        return [
+            Process(p.pid, p.parent, "child", p.command)
+            if p.role == "server" and p.parent not in keepers and (p.parent in servers or keepers)
+            else p
+            for p in found
+            if "keeper.py" not in p.command or p.role == "keeper"
+        ]
+
+    def having(self, role: str) -> list[Process]:
+        """The living processes of one role."""
+        return [process for process in self.processes() if process.role == role]
+
+    def census(self, within_s: float = END_S) -> list[Process]:
+        """What is left of the run after at most `within_s`; empty as soon as nothing is."""
+        deadline = time.monotonic() + within_s
+        while (left := self.processes()) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        return left
+
+    def stop_all(self) -> None:
+        """Kills everything of the run: the end of a test, never a part of what it judges."""
+        deadline = time.monotonic() + 10
+        while (left := self.processes()) and time.monotonic() < deadline:
+            for process in left:
+                process.send(signal.SIGKILL)
+            time.sleep(0.05)
+
+    def remove(self) -> None:
+        """Ends everything and deletes the folder."""
+        self.stop_all()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    # ---- what it has written
+
+    def requests(self) -> list[dict[str, Any]]:
+        """The servers' log of requests, in the order of time."""
+        events = [
+            event
+            for path in (self.folder / "standin").glob("requests-*.jsonl")
+            for line in path.read_bytes().splitlines()
+            if (event := _parsed(line))
+        ]
+        return sorted(events, key=lambda event: event["t"])
+
+    def asked(self) -> int:
+        """How many requests have been started."""
+        return sum(event["event"] == "start" for event in self.requests())
+
+    def answered(self) -> int:
+        """How many requests got a sound answer."""
+        return sum(event["event"] == "finish" and sound(event) for event in self.requests())
+
+    def starts(self) -> int:
+        """How many servers have been started."""
+        return len(list((self.folder / "standin").glob("start-*.json")))
+
+    def journal(self) -> set[str]:
+        """The journal's keys."""
+        from draftmill.journal import Journal
+
+        view = Journal(self.results / "journal")
+        keys = {key for key, _ in view.records()}
+        view.close()
+        return keys
+
+    def segments(self) -> list[Path]:
+        """The journal's segments, oldest first."""
+        return sorted((self.results / "journal").glob("*.jsonl"), key=lambda path: path.stat().st_mtime)
+
+    def generated(self) -> list[dict[str, Any]]:
+        """All rows of results/generated of the configured shards."""
+        paths = sorted((self.results / "generated").glob("*.parquet"))
+        return [row for path in paths for row in pq.read_table(path).to_pylist()]
+
+    def finished_shards(self) -> set[str]:
+        """The shards whose table is there."""
+        return {path.stem for path in (self.results / "generated").glob("*.parquet") if path.name[0] != "."}
+
+    def merged(self) -> dict[str, tuple[tuple[int, ...], tuple[int, ...], str]]:
+        """id -> (input_ids, loss_mask, finish_reason) of the dataset; a doubled id raises."""
+        rows = pq.read_table(self.results / "merged.parquet").to_pylist()
+        out = {r["id"]: (tuple(r["input_ids"]), tuple(r["loss_mask"]), str(r["finish_reason"])) for r in rows}
+        assert len(out) == len(rows), "an id stands twice in merged.parquet"
+        return out
+
+    def rejected(self) -> dict[str, str]:
+        """id -> reason of the rejected rows."""
+        rows = pq.read_table(self.results / "rejected.parquet", columns=["id", "reason"]).to_pylist()
+        return {row["id"]: row["reason"] for row in rows}
+
+    def validation(self) -> dict[str, Any]:
+        """results/validation.json."""
+        loaded = json.loads((self.results / "validation.json").read_text())
+        assert isinstance(loaded, dict)
+        return loaded
+
+    def request_keys(self) -> dict[str, str]:
+        """journal key -> the request's name in the servers' log, of every turn of the generated tables."""
+        from draftmill import engines
+
+        engine = engines.load("sglang")
+        named = {}
+        for row in self.generated():
+            if row["prompt_ids"]:
+                _, body = engine.request(row["prompt_ids"], json.loads(row["sampling"]))
+                named[row["key"]] = identify(body["input_ids"], body["sampling_params"])[1]
+        return named
+
+
+def sound(event: Mapping[str, Any]) -> bool:
+    """Whether a finish in the request log is an answer that the client must keep."""
+    return event["status"] == 200 and not event.get("fault") and event.get("reason") != "abort"
+
+
+# ---- the laws
+
+
+def unsound_accounts(run: Run, expected: set[str]) -> list[str]:
+    """Law 1: every turn accepted or rejected exactly once, and the accounts add up."""
+    broken = []
+    merged, rejected, facts = run.merged(), run.rejected(), run.validation()
+    both = merged.keys() & rejected.keys()
+    if both:
+        broken.append(f"accepted and rejected: {sorted(both)[:3]}")
+    if lost := expected - merged.keys() - rejected.keys():
+        broken.append(f"{len(lost)} turns lost: {sorted(lost)[:3]}")
+    if strange := (merged.keys() | rejected.keys()) - expected:
+        broken.append(f"{len(strange)} turns of nobody: {sorted(strange)[:3]}")
+    if facts["rows_in"] != sum(facts[name] for name in ("usable", "duplicates", "contaminated", "skipped")):
+        broken.append(f"rows_in does not add up: {facts}")
+    if facts["turns"] != facts["accepted"] + facts["rejected"] or facts["accepted"] != len(merged):
+        broken.append(f"turns do not add up: {facts['turns']}, {facts['accepted']}, {facts['rejected']}")
+    return broken
+
+
+def differing(run: Run, reference: Mapping[str, Any], but: set[str]) -> list[str]:
+    """Law 1, resume = no resume: rows that differ from those of an undisturbed run, `but` for some ids."""
+    merged = run.merged()
+    return sorted(i for i in reference if i not in but and merged.get(i) != reference[i])
+
+
+def asked_again(run: Run, snapshots: Sequence[tuple[float, set[str]]]) -> list[str]:
+    """Law 1: requests for what was finished. `snapshots` = (time, journal keys) after each end of the workflow.
+
+    A request may follow another for the same turn only if that one got no sound answer, or if the workflow ended
+    in between and the turn was not in the journal then.
+    """
+    names = run.request_keys()
+    kept = [(t, {names[key] for key in keys if key in names}) for t, keys in snapshots]
+    broken: list[str] = []
+    last_answer: dict[str, float] = {}
+    for event in run.requests():
+        name = event["key"]
+        if event["event"] == "finish" and sound(event):
+            last_answer[name] = event["t"]
+        elif event["event"] == "start":
+            finished = any(t <= event["t"] and name in keys for t, keys in kept)
+            answered = last_answer.get(name)
+            if answered is not None and not any(answered <= t <= event["t"] for t, _ in kept):
+                finished = True
+            if finished:
+                broken.append(name)
+    return broken
+
+
+def untrue_plan(run: Run, shards: int) -> list[str]:
+    """Law 2: `snakemake -n` lists exactly the unfinished shards, their leases, and what follows from them."""
+    if not (run.results / "prompts.json").exists():
+        return []
+    unfinished = sorted({f"{i}-of-{shards}" for i in range(1, shards + 1)} - run.finished_shards())
+    planned = {rule: sorted(names) for rule, names in run.dry_run().items()}
+    broken = [
+        f"{rule} is planned for {planned.get(rule, [])}, unfinished are {unfinished}"
+        for rule in ("generate", "launch_server")
+        if planned.get(rule, []) != unfinished
+    ]
+    if unfinished and "merge" not in planned:
+        broken.append("merge is not planned")
+    return broken
+
+
+def doubled(run: Run) -> int:
+    """Ids that stand more than once in the generated tables."""
+    return sum(count - 1 for count in Counter(row["id"] for row in run.generated()).values())
+
+
+# ---- prompts
+
+
+def conversations(count: int = 70, seed: int = 5) -> list[dict[str, Any]]:
+    """Prompts: single turns, conversations of up to three, one that the server refuses, one duplicate."""
+    import random
+
+    draw, words = random.Random(seed), tiny_model.words()
+    rows = []
+    for number in range(count):
+        turns = 1 if number % 4 else draw.randint(2, 3)
+        messages: list[dict[str, str]] = []
+        for turn in range(turns):
+            messages.append({"role": "user", "content": " ".join(draw.choices(words, k=draw.randint(3, 30)))})
+            if turn < turns - 1:
+                messages.append({"role": "assistant", "content": "an old answer"})
+        rows.append({"id": f"c{number:03d}", "messages": messages})
+    rows.append({"id": "refused", "messages": [_says("refused")]})
+    rows.append({**rows[1], "id": "twin"})
+    return rows
+
+
+def poison(number: int = 0) -> dict[str, Any]:
+    """A prompt that kills any server which knows the fault."""
+    return {"id": f"poison{number}", "messages": [_says("poison", number)]}
+
+
+def _says(marker: str, number: int = 0) -> dict[str, str]:
+    return {"role": "user", "content": f"{tiny_model.MARKERS[marker]} {tiny_model.words()[number]}"}
+
+
+REFUSING = {
+    "fault": "http",
+    "status": 400,
+    "token": tiny_model.MARKERS["refused"],
+    "body": '{"error": {"message": "this prompt is refused"}}',
+}
+
+
+def _parsed(line: bytes) -> dict[str, Any] | None:
+    try:
+        loaded = orjson.loads(line)
+    except orjson.JSONDecodeError:  # the last line of a server that was killed
+        return None
+    return loaded if isinstance(loaded, dict) else None
+
+
+def _over(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    out = dict(base)
+    for name, value in changes.items():
+        out[name] = _over(out.get(name, {}), value) if isinstance(value, Mapping) else value
+    return out
+
+
+@contextlib.contextmanager
+def made(folder: Path, model: Path, **how: Any) -> Iterator[Run]:
+    """A run that is removed at the end, with all its processes."""
+    run = Run(folder, model, **how)
+    try:
+        yield run
+    finally:
+        run.stop_all()

@@ -1,0 +1,38 @@
+# What every stage needs: the checked configuration, and the environment that its processes run in.
+import json
+import os
+import sys
+from pathlib import Path
+
+from snakemake.exceptions import WorkflowError
+
+SCRIPTS = Path(str(workflow.current_basedir)).parent / "scripts"
+if str(SCRIPTS) not in sys.path:
+    sys.path.insert(0, str(SCRIPTS))
+
+from draftmill import config as configuration
+from draftmill import prompts as prompt_files
+from draftmill.errors import UserError
+from draftmill.fleet import processes
+
+try:
+    settings = configuration.resolve(config)
+    for warning in configuration.check(settings, None, None):
+        logger.warning(warning)
+    # A file inside an installed package is no input: it changes only with the environment.
+    named = [entry if isinstance(entry, str) else entry["path"] for entry in settings["prompts"]["files"]]
+    watched = [name for name in named if not name.startswith("package:")]
+    local_prompts = [str(source.path) for source in prompt_files.find_sources(watched)]
+except UserError as fault:
+    raise WorkflowError(str(fault)) from None
+
+# Leases and servers get all they need through the environment: a param of their rules would re-run shards.
+os.environ["DRAFTMILL_SCRIPTS"] = str(SCRIPTS)
+os.environ["DRAFTMILL_CONFIG"] = json.dumps(settings)
+os.environ["DRAFTMILL_PYTHON"] = "python" if workflow.deployment_settings.deployment_method else sys.executable
+if not workflow.subprocess_exec:
+    processes.claim_owner()
+
+
+wildcard_constraints:
+    scatteritem=r"\d+-of-\d+",

@@ -1,0 +1,19 @@
+# The target model: fetched if need be, and everything that later steps ask of it frozen in results/model/.
+
+
+rule fetch_model:
+    """Downloads the model where it is not a local folder, and freezes tokenizer, template and facts."""
+    output:
+        facts="results/model/model.json",
+        tokenizer="results/model/tokenizer.json",
+        template="results/model/chat_template.jinja",
+    log:
+        "results/logs/fetch_model.log",
+    conda:
+        "../../envs/draftmill.yaml"
+    params:
+        model=configuration.model_digest(settings),
+    message:
+        "Freezing the target model."
+    script:
+        "../scripts/fetch_model.py"

@@ -1,0 +1,29 @@
+"""Rule drafter_dataset."""
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from draftmill import job
+from draftmill.dataset import dataset
+
+if TYPE_CHECKING:
+    from snakemake.iocontainers import snakemake
+
+
+if __name__ == "__main__":
+    with job.logged(snakemake.log[0]):
+        merged = Path(snakemake.input.merged)
+        dataset(
+            json.loads(os.environ["DRAFTMILL_CONFIG"]),
+            merged,
+            Path(snakemake.input.validation),
+            Path(snakemake.input.prompts),
+            merged.parent / "model",
+            Path(snakemake.input.throughput),
+            Path(snakemake.output.train).parent,
+        )

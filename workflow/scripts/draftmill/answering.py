@@ -1,0 +1,258 @@
+"""The generate job: asks the fleet for what the journal lacks of one shard, then writes the shard's table.
+
+The only place where walks, journal, client and engine meet.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import resource
+import select
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import orjson
+import requests
+import requests.adapters
+
+from draftmill import config as settings
+from draftmill import engines
+from draftmill.engines import Transient
+from draftmill.errors import UserError
+from draftmill.fleet import processes
+from draftmill.fleet.client import Client, Figures, Server, Task
+from draftmill.fleet.places import Fleet
+from draftmill.generation import Row, Shard, Turn, Walk
+from draftmill.journal import Journal, Writer
+from draftmill.validation import findings, rejection, too_many_rejected
+
+log = logging.getLogger("generate")
+
+CONNECT_S = 10.0
+EXAMPLES = 3
+ALL_REFUSED = 20  # refusals in a row from the start: the request is wrong, not the prompts
+
+
+def generate(config: settings.Config, results: Path, shard_file: Path, service_file: Path, output: Path) -> None:
+    """Writes ``output``, the table of all turns of ``shard_file``.
+
+    Raises UserError when no server is left, the disk is full, or too many answers are rejected.
+    """
+    shard = Shard(config, results / "model")
+    journal = Journal(results / "journal")
+    rows = shard.rows(shard_file)
+    pending: list[Turn] = []
+    settled = 0
+    verdicts = _Verdicts(config["validation"])
+    for row in rows:
+        walk = shard.walk(row, journal.get)
+        settled += len(walk.facts)
+        verdicts.count(walk, len(walk.facts))
+        if walk.next is not None:
+            pending.append(walk.next)
+    turns = sum(row.turn_count for row in rows)
+    log.info("%s: %d turns, %d of them in the journal", shard_file.stem, turns, settled)
+    if pending:
+        _Asking(config, results, shard, journal, shard_file.stem, service_file, turns, settled, verdicts).run(pending)
+        journal.refresh()
+    shard.write(rows, journal, output)
+    if journal.damaged_lines:
+        log.warning("%d damaged lines of the journal were passed over", journal.damaged_lines)
+    journal.close()
+
+
+class _Verdicts:
+    """How many answers the policy rejects, to stop a run that produces rejects."""
+
+    def __init__(self, policy: Mapping[str, Any]) -> None:
+        self._policy = policy
+        self._judged = self._rejected = self._refused = 0
+        self._examples: list[str] = []
+
+    def count(self, walk: Walk, settled: int) -> None:
+        """Takes in the last ``settled`` turns of a walk; raises UserError when too many are rejected."""
+        new = walk.facts[len(walk.facts) - settled :]
+        self._judged += sum(facts["outcome"] != "unasked" for facts in new)
+        if walk.rejected is not None and new:
+            self._rejected += 1
+            if len(self._examples) < EXAMPLES:
+                self._examples.append(f"{new[0]['id']}: {walk.rejected}")
+        refusals = [facts for facts in new if facts["outcome"] == "refused"]
+        self._refused += len(refusals)
+        if refusals and self._refused == self._judged == ALL_REFUSED:
+            raise UserError(
+                f"The first {ALL_REFUSED} turns were all refused ({refusals[0]['detail']}); "
+                "the server does not take what it is asked: look at the sampling block and the server's log."
+            )
+        if too_many_rejected(self._rejected, self._judged, self._policy):
+            raise UserError(
+                f"{self._rejected} of {self._judged} answers were rejected, more than validation.reject_limit "
+                f"({self._policy['reject_limit']}) allows; for instance {'; '.join(self._examples)}. "
+                "Look at the prompts, the template and the sampling, or raise the limit."
+            )
+
+
+class _Asking:
+    """Asks for the missing turns of one shard."""
+
+    def __init__(
+        self,
+        config: settings.Config,
+        results: Path,
+        shard: Shard,
+        journal: Journal,
+        name: str,
+        service_file: Path,
+        turns: int,
+        settled: int,
+        verdicts: _Verdicts,
+    ) -> None:
+        lease = json.loads(service_file.read_text())
+        if lease["error"]:
+            raise UserError(lease["error"])
+        self._config, self._shard, self._journal, self._name = config, shard, journal, name
+        self._fleet = Fleet(results, processes.owner())
+        self._order = float(lease["started_at"])
+        self._writer = Writer(results / "journal")
+        self._turns, self._settled = turns, settled
+        self._fresh: dict[str, dict[str, Any]] = {}  # answers of conversations that are not finished yet
+        self._verdicts = verdicts
+        self._lock = threading.Lock()
+        self._local = threading.local()
+        self._key = os.environ.get("DRAFTMILL_ATTACH_KEY", "")
+        if config["operation"]["engine"] != "attach":
+            self._key = self._fleet.key_file().read_text()
+        self._timeout = (CONNECT_S, float(config["operation"]["client"]["request_timeout_s"]))
+        self._engines: dict[str, engines.Engine] = {}
+        self._output_tokens = 0
+        self._interval = float(config["operation"]["progress_interval_s"])
+        self._last_note = time.monotonic()
+
+    def run(self, pending: list[Turn]) -> None:
+        _raise_file_limit()
+        _end_with_owner(self._fleet.owner)
+        events = self._fleet.clients / f"{self._name}-{os.getpid()}.jsonl"
+        events.parent.mkdir(parents=True, exist_ok=True)
+        with events.open("a", encoding="utf-8") as self._events:
+            client = Client(
+                self._fleet, self._name, self._order, self._answer, self._give_up, self._note, self._tick
+            )
+            self._note("started", {"turns": self._turns, "reused": self._settled})
+            try:
+                client.run(Task(turn, turn.work) for turn in pending)
+            except OSError as fault:
+                raise UserError(
+                    f"The journal {self._writer.path} cannot be written ({fault.strerror}); make room on the disk "
+                    "and run again: everything written so far is kept."
+                ) from fault
+            finally:
+                self._writer.close()
+                self._note("finished", self._standing(client.figures))
+
+    def _answer(self, turn: Turn, server: Server, attempt: int) -> Task[Turn] | None:
+        """Asks one server for one turn, keeps the answer, and finds what to ask next; in a turn's thread."""
+        engine = self._engines.setdefault(server.engine, engines.load(server.engine))
+        route, body = engine.request(turn.prompt_ids, turn.sampling)
+        started_at = time.time()
+        began = time.monotonic()
+        try:
+            reply = self._session().post(
+                server.address + route, data=orjson.dumps(body), headers=self._headers(), timeout=self._timeout
+            )
+            status, content = reply.status_code, reply.content
+        except (requests.RequestException, OSError) as fault:
+            raise Transient(f"{server.name} did not answer: {type(fault).__name__}") from fault
+        completion = engine.completion(status, content)
+        record = {
+            "outcome": "answered",
+            "id": str(turn),
+            "output_ids": completion.output_ids,
+            "finish_reason": completion.finish_reason,
+            "started_at": started_at,
+            "queue_s": completion.queue_s,
+            "latency_s": time.monotonic() - began,
+            "server": server.name,
+            "engine": f"{server.engine} {server.version}",
+            "cached_tokens": completion.cached_tokens,
+            "attempts": attempt,
+        }
+        return self._keep(turn, record)
+
+    def _give_up(self, turn: Turn, outcome: str, detail: str) -> Task[Turn] | None:
+        return self._keep(turn, {"outcome": outcome, "id": str(turn), "detail": detail, "started_at": time.time()})
+
+    def _keep(self, turn: Turn, record: dict[str, Any]) -> Task[Turn] | None:
+        self._writer.append(turn.key, record)
+        self._fresh[turn.key] = record
+        walk = self._shard.walk(turn.row, lambda key: self._fresh.get(key) or self._journal.get(key))
+        with self._lock:
+            new = len(walk.facts) - turn.index
+            self._settled += new
+            self._output_tokens += len(record.get("output_ids", ()))
+            self._verdicts.count(walk, new)
+        if walk.next is not None:
+            return Task(walk.next, walk.next.work)
+        for facts in walk.facts:
+            self._fresh.pop(facts["key"], None)
+        return None
+
+    def _session(self) -> requests.Session:
+        session: requests.Session | None = getattr(self._local, "session", None)
+        if session is None:
+            session = self._local.session = requests.Session()
+            session.trust_env = False  # loopback only: no proxies to look up, twice the speed
+            session.mount("http://", requests.adapters.HTTPAdapter(pool_connections=64, pool_maxsize=1))
+        return session
+
+    def _headers(self) -> dict[str, str]:
+        headers = {"Content-Type": "application/json"}
+        return headers | {"Authorization": f"Bearer {self._key}"} if self._key else headers
+
+    # --- what it tells
+
+    def _standing(self, figures: Figures) -> dict[str, Any]:
+        return {
+            "turns": self._turns,
+            "done": self._settled,
+            "failed": figures.retried,
+            "requeued": figures.requeued,
+            "in_flight": figures.in_flight,
+            "output_tokens": self._output_tokens,
+        }
+
+    def _note(self, event: str, facts: dict[str, Any]) -> None:
+        line = {"t": time.time(), "shard": self._name, "event": event, **facts}
+        self._events.write(json.dumps(line) + "\n")
+        self._events.flush()
+
+    def _tick(self, figures: Figures) -> None:
+        if time.monotonic() - self._last_note >= self._interval:
+            self._last_note = time.monotonic()
+            standing = self._standing(figures)
+            self._note("progress", standing)
+            log.info("%(done)d of %(turns)d turns, %(in_flight)d running, %(failed)d failed tries", standing)
+
+
+def _raise_file_limit() -> None:
+    """A turn in flight needs a descriptor; says so when the system allows too few."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    if hard != resource.RLIM_INFINITY and hard < 4096:
+        log.warning("only %d open files are allowed here (ulimit -Hn): that bounds the turns in flight", hard)
+
+
+def _end_with_owner(owner: processes.Process) -> None:
+    """Ends this process at once when Snakemake ends: the journal is on the disk, the rest is derived."""
+
+    def watch() -> None:
+        handle = owner.handle()
+        if handle is not None:
+            select.select([handle], [], [])
+        os._exit(1)
+
+    threading.Thread(target=watch, name="owner-watch", daemon=True).start()

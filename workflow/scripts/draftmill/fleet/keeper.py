@@ -1,0 +1,96 @@
+"""Holds one engine: starts it, writes its log, and ends every process that came of it.
+
+Run by path, with nothing but the standard library, as the only child of a supervisor:
+
+    keeper.py --parent PID --log FILE --redact FILE --grace SECONDS -- COMMAND…
+
+If the supervisor ends, even by SIGKILL, the kernel sends the keeper SIGTERM and it ends the engine. If
+the keeper itself is killed, the kernel kills the engine, and the engine's orphans fall to the supervisor.
+Exit code: the engine's, or 128 + the signal that ended it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from draftmill.fleet import processes  # noqa: E402  (the package is found beside this file)
+
+LOG_BYTES = 20_000_000  # the log moves to <log>.1 beyond this size, and the .1 before it is dropped
+
+
+class _Log:
+    """A file that receives the engine's output, without the API key, and is rotated by size."""
+
+    def __init__(self, path: Path, secret: bytes) -> None:
+        self._path, self._secret = path, secret
+        self._file = path.open("ab", buffering=0)
+
+    def write(self, line: bytes) -> None:
+        self._file.write(line.replace(self._secret, b"[redacted]") if self._secret else line)
+        if self._file.tell() > LOG_BYTES:
+            self._file.close()
+            self._path.replace(self._path.with_name(self._path.name + ".1"))
+            self._file = self._path.open("ab", buffering=0)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--parent", type=int, required=True)
+    parser.add_argument("--log", type=Path, required=True)
+    parser.add_argument("--redact", type=Path, required=True)
+    parser.add_argument("--grace", type=float, required=True)
+    parser.add_argument("command", nargs="+")
+    arguments = parser.parse_args()
+    processes.die_with_parent(signal.SIGTERM, arguments.parent)
+    processes.adopt_orphans()
+    asked_to_end = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: asked_to_end.set())
+    me = os.getpid()
+    log = _Log(arguments.log, arguments.redact.read_bytes().strip())
+    try:
+        engine = subprocess.Popen(
+            arguments.command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            preexec_fn=lambda: processes.die_with_parent(signal.SIGKILL, me),
+        )
+    except OSError as fault:
+        log.write(f"cannot start {arguments.command[0]}: {fault.strerror}\n".encode())
+        return 127
+    assert engine.stdout is not None
+    output = engine.stdout
+
+    def pump() -> None:
+        for line in iter(lambda: output.readline(65536), b""):
+            log.write(line)
+
+    writer = threading.Thread(target=pump, daemon=True)
+    writer.start()
+    while not asked_to_end.wait(0.1) and engine.poll() is None:
+        pass
+    if engine.poll() is None:
+        engine.send_signal(signal.SIGTERM)
+        try:
+            engine.wait(arguments.grace)
+        except subprocess.TimeoutExpired:
+            engine.kill()
+            engine.wait()
+    processes.end(lambda: processes.descendants(me), grace_s=0)
+    writer.join(1)
+    code = engine.returncode
+    return 128 - code if code < 0 else code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,507 @@
+"""One slot's supervisor: starts its server when the first turn is wanted, grants permits, watches it,
+starts it again when it dies, and ends with the Snakemake process that owns the fleet.
+
+A detached process, one a slot. It speaks lines of JSON over a Unix socket:
+
+    from a lease or client   {"hello": {"role", "name", "order"}}, then a client's
+                             {"want", "seen", "returned", "alone"} (counts that only grow, but want)
+    to everybody             {"server": {...}} when something changed, {"down": epoch, "reason": …}
+    to a client              {"granted": n, "epoch": epoch, "alone": bool}
+
+It never sees a prompt or an answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import requests
+
+from draftmill import engines, serving
+from draftmill.errors import UserError
+from draftmill.fleet import ports, processes
+from draftmill.fleet.locks import Lock
+from draftmill.fleet.permits import Client, Permits
+from draftmill.fleet.places import SLOT_VARIABLE, Fleet, user_folder, write_aside
+from draftmill.fleet.slots import Slot
+from draftmill.telemetry import Sample, parse_prometheus
+
+KEEPER = Path(__file__).with_name("keeper.py")
+GRACE_S = 3.0  # from SIGTERM to SIGKILL; with the rest it stays well inside the 10 s after a run's end
+BACK_OFF_S = (1, 2, 4, 8, 16, 30, 60)
+TAIL_LINES = 15
+# Snakemake sets these to the lease's threads, which are none; a server is told its own by operation.server.env.
+THREAD_VARIABLES = frozenset(
+    f"{library}_NUM_THREADS" for library in ("OMP", "GOTO", "OPENBLAS", "MKL", "NUMEXPR")
+) | {"VECLIB_MAXIMUM_THREADS"}
+
+log = logging.getLogger("supervisor")
+
+
+class _Down(Exception):
+    """The server is gone or useless; the text says why."""
+
+
+class _GivenUp(Exception):
+    """No further start makes sense; the text says why."""
+
+
+@dataclass
+class _Connection:
+    writer: asyncio.StreamWriter
+    role: str = "client"
+
+    def send(self, message: dict[str, Any]) -> None:
+        if not self.writer.is_closing():
+            self.writer.write(json.dumps(message).encode() + b"\n")
+
+
+@dataclass
+class _Progress:
+    """The last moment at which the server was seen to work."""
+
+    counters: tuple[Any, ...] = ()
+    at: float = field(default_factory=time.monotonic)
+
+    def note(self, *counters: Any) -> None:
+        if counters != self.counters:
+            self.counters, self.at = counters, time.monotonic()
+
+
+class Supervisor:
+    """The server of one slot, from its first wanted turn to the end of the fleet."""
+
+    def __init__(self, fleet: Fleet, slot: Slot, config: Mapping[str, Any]) -> None:
+        self.fleet, self.slot, self.config = fleet, slot, config
+        self.operation: Mapping[str, Any] = config["operation"]
+        self.settings: Mapping[str, Any] = self.operation["server"]
+        self.permits = Permits()
+        self.connections: dict[int, _Connection] = {}
+        self.demand = asyncio.Event()
+        self.ending = asyncio.Event()
+        self.engine: engines.Engine | None = None
+        self.spec: engines.ServerSpec | None = None
+        self.keeper: subprocess.Popen[bytes] | None = None
+        self.key = ""
+        self.address: str | None = None
+        self.epoch = 0
+        self.failures = 0  # starts in a row that finished nothing
+        self.answers = 0  # permits that came back while the server lived: answers, mostly
+        self.answers_at_start = 0
+        self.last_cause = ""
+        self.was_ready = False
+        self.progress = _Progress()
+        self.idle_since = time.monotonic()
+        self.facts: engines.Facts | None = None
+        self.state = "waiting"
+        self.since = time.time()
+        self.error: str | None = None
+        self.startups: list[dict[str, Any]] = []
+        self.telemetry_file = fleet.telemetry(slot.name)
+
+    # --- its life
+
+    async def run(self) -> None:
+        """Serves until the owner has ended, or nobody has used the slot for ``warm_s``."""
+        listening = self.fleet.socket(self.slot.name)
+        listening.unlink(missing_ok=True)
+        server = await asyncio.start_unix_server(self._serve, path=str(listening))
+        watch = asyncio.create_task(self._watch())
+        telemetry = asyncio.create_task(self._sample_every_second())
+        life = asyncio.create_task(self._engine_life())
+        self._publish()
+        await self.ending.wait()
+        log.info("ending")
+        server.close()
+        listening.unlink(missing_ok=True)
+        for task in (life, watch, telemetry):
+            task.cancel()
+        await asyncio.gather(life, watch, telemetry, return_exceptions=True)
+        self._end_engine()
+        self._close_startup("stopped")
+        if self.state != "given_up":
+            self._become("stopped")
+
+    async def _watch(self) -> None:
+        """Ends the supervisor with its owner, at a signal, or when it has been of no use for a while."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self.ending.set)
+        handle = self.fleet.owner.handle()
+        if handle is None:
+            self.ending.set()
+            return
+        loop.add_reader(handle, self.ending.set)
+        while True:
+            if self.connections:
+                self.idle_since = time.monotonic()
+            elif time.monotonic() - self.idle_since > self.settings["warm_s"]:
+                log.info("nobody has used this slot for %s s", self.settings["warm_s"])
+                self.ending.set()
+            await asyncio.sleep(0.5)
+
+    async def _engine_life(self) -> None:
+        try:
+            await self.demand.wait()
+            async with contextlib.AsyncExitStack() as held:
+                await self._take_gpus(held)
+                while True:
+                    try:
+                        await self._one_engine()
+                    except _Down as reason:
+                        await self._recover(str(reason))
+        except (_GivenUp, UserError) as reason:
+            self.error = str(reason)
+            log.error("%s", reason)
+            self.permits.limit = 0
+            self._end_engine()
+            self._become("given_up")
+        except asyncio.CancelledError:
+            raise
+        except Exception as fault:  # a fault of ours: said to the clients, instead of a silent wait
+            log.exception("the supervisor failed")
+            self.error = f"The supervisor of {self.slot.name} failed: {fault!r}; see {self._log_path()}."
+            self.permits.limit = 0
+            self._end_engine()
+            self._become("given_up")
+
+    async def _take_gpus(self, held: contextlib.AsyncExitStack) -> None:
+        """Waits until no other run of this user holds one of the slot's GPUs."""
+        folder = user_folder() / "gpus"
+        folder.mkdir(exist_ok=True)
+        for gpu in sorted(self.slot.gpus, key=lambda gpu: gpu.uuid):
+            lock = Lock(folder / f"{gpu.uuid}.lock")
+            while not lock.take():
+                if self.error is None:
+                    self.error = f"waiting for {gpu.uuid}, which another run of this user holds"
+                    self._publish()
+                await asyncio.sleep(0.5)
+            held.callback(lock.release)
+        self.error = None
+
+    async def _one_engine(self) -> None:
+        """One start of the engine, until it is down."""
+        self.epoch += 1
+        if self.slot.address is None:
+            await self._start()
+        else:
+            self.address = self.slot.address
+            self.key = os.environ.get("DRAFTMILL_ATTACH_KEY", "")
+            self._open_startup()
+            await self._until_ready(None)
+        assert self.facts is not None
+        self.was_ready = True
+        self.startups[-1]["ready_at"] = time.time()
+        self.answers_at_start = self.answers
+        fixed = self.operation["client"]["concurrency"]
+        self.permits.limit = fixed or self.facts.capacity + self._queue_depth(self.facts.capacity)
+        log.info(
+            "ready at %s: it runs %d turns at once, so %d are sent to it%s",
+            self.address,
+            self.facts.capacity,
+            self.permits.limit,
+            " (operation.client.concurrency)" if fixed else "",
+        )
+        self.progress = _Progress()
+        self._become("ready")
+        self._grant()
+        await self._until_down()
+
+    def _queue_depth(self, capacity: int) -> int:
+        """Turns kept waiting at the server, so that a freed place is taken in the same step."""
+        asked: int | None = self.operation["client"]["queue_depth"]
+        return asked if asked is not None else max(2, capacity // 8)
+
+    async def _start(self) -> None:
+        self._become("starting")
+        self.spec = serving.server_spec(self.config, self.fleet.results, self.slot)
+        self.engine = engines.load(self.spec.engine)
+        key_file = self.fleet.key_file()
+        self.key = key_file.read_text()
+        with contextlib.ExitStack() as held:
+            if self.slot.gpus:
+                await self._wait_for_kernels(held)
+            port = ports.choose(self.settings["port"], self.slot, held, self.fleet.runtime)
+            self._open_startup()
+            folder = self.fleet.runtime / self.slot.name
+            folder.mkdir(mode=0o700, exist_ok=True)
+            launch = self.engine.launch(self.spec, port, key_file, folder)
+            self.address = f"http://127.0.0.1:{port}"
+            self.keeper = self._spawn(launch, key_file)
+            log.info("start %d: %s", self.epoch, " ".join(launch.argv))
+            await self._until_ready(self.keeper)
+            (self.fleet.runtime / "kernels-compiled").touch()
+
+    async def _wait_for_kernels(self, held: contextlib.ExitStack) -> None:
+        """Lets one server of the fleet compile its kernels before the others start: they share the cache."""
+        lock = Lock(self.fleet.runtime / "compiling.lock")
+        compiled = self.fleet.runtime / "kernels-compiled"
+        while not compiled.exists():
+            if lock.take():
+                held.callback(lock.release)
+                return
+            await asyncio.sleep(0.2)
+
+    def _spawn(self, launch: engines.Launch, key_file: Path) -> subprocess.Popen[bytes]:
+        assert self.spec is not None
+        server_log = self.fleet.server_log(self.slot.name)
+        server_log.parent.mkdir(parents=True, exist_ok=True)
+        with server_log.open("ab") as file:
+            file.write(f"\n=== start {self.epoch} at {time.strftime('%Y-%m-%d %H:%M:%S')}\n".encode())
+        inherited = {name: value for name, value in os.environ.items() if name not in THREAD_VARIABLES}
+        environment = {**inherited, **launch.env, **self.spec.env, SLOT_VARIABLE: self.fleet.mark(self.slot.name)}
+        if self.slot.gpus:
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpu.uuid for gpu in self.slot.gpus)
+        head = [sys.executable, str(KEEPER), "--parent", str(os.getpid()), "--log", str(server_log)]
+        head += ["--redact", str(key_file), "--grace", str(GRACE_S), "--"]
+        return subprocess.Popen(
+            [*head, *launch.argv], env=environment, stdin=subprocess.DEVNULL, cwd=self.fleet.results.resolve().parent
+        )
+
+    async def _until_ready(self, keeper: subprocess.Popen[bytes] | None) -> None:
+        assert self.address is not None
+        deadline = time.monotonic() + self.settings["start_timeout_s"]
+        while True:
+            if keeper is not None and keeper.poll() is not None:
+                raise _Down(self._start_failure(f"ended with exit code {keeper.returncode} while starting"))
+            if self.engine is None:
+                self.engine = await asyncio.to_thread(serving.dialect, self.address, self.key)
+            if self.engine is not None:
+                self.facts = await asyncio.to_thread(self.engine.facts, self.address, self.key)
+                if self.facts is not None:
+                    return
+            if time.monotonic() > deadline:
+                raise _Down(
+                    self._start_failure(
+                        f"was not ready after {self.settings['start_timeout_s']} s "
+                        "(operation.server.start_timeout_s)"
+                    )
+                )
+            await asyncio.sleep(0.3)
+
+    async def _until_down(self) -> None:
+        """Returns never; raises _Down when the server has died or does no work that it should."""
+        while True:
+            await asyncio.sleep(0.1)
+            if self.keeper is not None and self.keeper.poll() is not None:
+                raise _Down(f"ended with exit code {self.keeper.returncode}")
+            stalled = time.monotonic() - self.progress.at
+            if self.permits.held == 0:
+                self.progress.at = time.monotonic()
+            elif stalled > self.settings["stall_s"]:
+                self._become("stalled")
+                raise _Down(
+                    f"held {self.permits.held} turns for {stalled:.0f} s and no counter moved "
+                    "(operation.server.stall_s)"
+                )
+
+    async def _recover(self, reason: str) -> None:
+        """Clears up after a server that is down, and waits before the next start."""
+        self.permits.limit = 0
+        finished = self.was_ready and self.answers > self.answers_at_start
+        self.failures = 1 if finished else self.failures + 1
+        log.warning("the server is down: %s", reason)
+        await asyncio.to_thread(self._end_engine)
+        self._close_startup(reason)
+        self.permits.forget_held()
+        self._tell({"down": self.epoch, "reason": reason})
+        if self.failures > self.settings["restarts"]:
+            raise _GivenUp(f"The server of {self.slot.name} {reason}. It was started {self.failures} times in a row.")
+        cause = reason.partition("\n")[0]
+        if not self.was_ready and self.failures > 1 and cause == self.last_cause:
+            raise _GivenUp(f"The server of {self.slot.name} {reason}")
+        self.last_cause = cause
+        self.error = reason
+        self._become("restarting")
+        await asyncio.sleep(BACK_OFF_S[min(self.failures, len(BACK_OFF_S)) - 1])
+        self.error = None
+
+    def _start_failure(self, what: str) -> str:
+        tail = self._log_tail()
+        cause = self.engine.likely_cause(tail) if self.engine is not None and tail else ""
+        end = "\n".join(tail.splitlines()[-TAIL_LINES:])
+        likely = f" Likely cause: {cause}" if cause else ""
+        return f"{what}.{likely}\nThe end of {self._log_path()}:\n{end}"
+
+    def _log_tail(self) -> str:
+        try:
+            with self.fleet.server_log(self.slot.name).open("rb") as file:
+                file.seek(0, os.SEEK_END)
+                file.seek(max(0, file.tell() - 64_000))
+                text = file.read().decode(errors="replace")
+        except OSError:
+            return ""
+        return text.rpartition("\n=== start ")[2]
+
+    def _log_path(self) -> Path:
+        return self.fleet.server_log(self.slot.name)
+
+    def _end_engine(self) -> None:
+        """Ends the engine and everything that came of it, the keeper's orphans included."""
+        keeper, self.keeper = self.keeper, None
+        if keeper is not None:
+            if keeper.poll() is None:
+                keeper.terminate()
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    keeper.wait(GRACE_S + 2)
+            me = os.getpid()
+            processes.end(lambda: processes.descendants(me), grace_s=0)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                keeper.wait(1)
+        self.address = None
+        self.facts = None
+
+    # --- its clients
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        connection = _Connection(writer)
+        name = id(connection)
+        self.connections[name] = connection
+        connection.send({"server": self._public()})
+        try:
+            while line := await reader.readline():
+                self._heed(name, connection, json.loads(line))
+        except (ConnectionError, ValueError) as fault:
+            log.warning("a connection ended: %s", fault)
+        finally:
+            self.connections.pop(name, None)
+            self.permits.clients.pop(name, None)
+            self._grant()
+            writer.close()
+
+    def _heed(self, name: int, connection: _Connection, message: dict[str, Any]) -> None:
+        if hello := message.get("hello"):
+            connection.role = hello["role"]
+            if hello["role"] == "client":
+                order = hello["order"]
+                self.permits.clients[name] = Client(order=(float(order[0]), str(order[1])))
+            return
+        client = self.permits.clients.get(name)
+        if client is not None:
+            client.want, client.seen = int(message["want"]), int(message["seen"])
+            back = max(0, int(message["returned"]) - client.returned)
+            client.returned += back
+            self.answers += back
+            client.alone = bool(message.get("alone"))
+            if client.open_want:
+                self.demand.set()
+            self._grant()
+
+    def _grant(self) -> None:
+        for name, number in self.permits.grants():
+            assert isinstance(name, int)
+            alone = self.permits.clients[name].alone
+            self.connections[name].send({"granted": number, "epoch": self.epoch, "alone": alone})
+
+    def _tell(self, message: dict[str, Any]) -> None:
+        for connection in self.connections.values():
+            connection.send(message)
+
+    # --- what it publishes
+
+    def _become(self, state: str) -> None:
+        if state != self.state:
+            self.state, self.since = state, time.time()
+        self._publish()
+
+    def _publish(self) -> None:
+        self._tell({"server": self._public()})
+        gpus = self.slot.gpus
+        facts = self.facts
+        spec = self.spec
+        write_aside(
+            self.fleet.state(self.slot.name),
+            json.dumps(
+                {
+                    **self._public(),
+                    "host": socket.gethostname(),
+                    "gpus": [gpu.uuid for gpu in gpus],
+                    "gpu_name": gpus[0].name if gpus else None,
+                    "gpu_memory_bytes": gpus[0].memory_bytes if gpus else None,
+                    "model": spec.model_path if spec else None,
+                    "flags": [*spec.numerics, *spec.flags] if spec else [],
+                    "server_flags": facts.flags if facts else {},
+                    "since": self.since,
+                    "restarts": max(0, len(self.startups) - 1),
+                    "asked_capacity": facts.asked_capacity if facts else None,
+                    "state_slots": facts.state_slots if facts else None,
+                    "kv_tokens": facts.kv_tokens if facts else None,
+                    "owner": str(self.fleet.owner),
+                    "supervisor": str(processes.Process.me()),
+                    "log": str(self._log_path()),
+                    "startups": self.startups,
+                },
+                indent=1,
+            ),
+        )
+
+    def _public(self) -> dict[str, Any]:
+        return {
+            "slot": self.slot.name,
+            "state": self.state,
+            "address": self.address,
+            "epoch": self.epoch,
+            "engine": self.engine.name if self.engine else None,
+            "version": self.facts.version if self.facts else None,
+            "capacity": self.facts.capacity if self.facts else None,
+            "error": self.error,
+        }
+
+    def _open_startup(self) -> None:
+        entry = {"epoch": self.epoch, "started_at": time.time(), "ready_at": None, "ended_at": None, "reason": None}
+        self.startups.append(entry)
+
+    def _close_startup(self, reason: str) -> None:
+        if self.startups and self.startups[-1]["ended_at"] is None:
+            self.startups[-1] |= {"ended_at": time.time(), "reason": reason.partition("\n")[0]}
+
+    async def _sample_every_second(self) -> None:
+        self.telemetry_file.parent.mkdir(parents=True, exist_ok=True)
+        with self.telemetry_file.open("a", encoding="utf-8") as file:
+            while True:
+                sample = await self._sample()
+                file.write(sample.to_json() + "\n")
+                file.flush()
+                await asyncio.sleep(1)
+
+    async def _sample(self) -> Sample:
+        sample = Sample(t=time.time(), state=self.state, epoch=self.epoch)
+        address, engine = self.address, self.engine
+        if self.state == "ready" and engine is not None and address is not None:
+            with contextlib.suppress(requests.RequestException):
+                text = await asyncio.to_thread(engine.metrics, address, self.key)
+                sample = parse_prometheus(text, sample.t, state=self.state, epoch=self.epoch)
+        counters = (sample.generation_tokens, sample.decode_tokens, sample.prefill_tokens, sample.kv_usage)
+        self.progress.note(*counters, self.answers)
+        return replace(
+            sample,
+            capacity=self.facts.capacity if self.facts else None,
+            permits=self.permits.held,
+            wanted=self.permits.wanted,
+        )
+
+
+def main(results: Path, slot: Slot, config: Mapping[str, Any]) -> int:
+    """Runs the slot's supervisor; ends at once when the slot has one already."""
+    fleet = Fleet(results, processes.owner())
+    lock = Lock(fleet.runtime / f"{slot.name}.lock")
+    if not lock.take():
+        return 0
+    processes.adopt_orphans()
+    processes.sweep(SLOT_VARIABLE, fleet.mark(slot.name))
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", stream=sys.stderr)
+    asyncio.run(Supervisor(fleet, slot, config).run())
+    return 0

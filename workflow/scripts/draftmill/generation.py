@@ -1,0 +1,287 @@
+"""One shard: which of its turns are answered, which are still to be asked, and the table of all of them.
+
+A conversation is walked turn by turn. Each turn's key follows from what was answered before, so the same
+walk serves to find what is missing, to go on after an answer, and to write the table when all is there.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from draftmill import config as settings
+from draftmill.answers import Answer, AnswerReader
+from draftmill.chat import ChatTemplate, TemplateRefused
+from draftmill.journal import Journal
+from draftmill.model import Model
+from draftmill.tokens import Tokenizer
+from draftmill.turns import numerics, turn_id, turn_key, turn_seed
+from draftmill.validation import findings, rejection, wants_longer
+
+log = logging.getLogger("generation")
+
+Lookup = Callable[[str], dict[str, Any] | None]  # the journal's record under a key
+ROW_GROUP = 512
+# `outcome`: answered | refused | poison | unasked (an earlier turn of the conversation was rejected).
+GENERATED = pa.schema(
+    [
+        ("id", pa.string()),
+        ("primary_id", pa.string()),
+        ("turn_index", pa.int32()),
+        ("sample", pa.int32()),
+        ("source", pa.string()),
+        ("content_hash", pa.string()),
+        ("key", pa.string()),
+        ("outcome", pa.string()),
+        ("thinking", pa.bool_()),
+        ("messages", pa.string()),  # JSON: exactly what was rendered
+        ("tools", pa.string()),  # JSON
+        ("prompt_ids", pa.list_(pa.int32())),
+        ("output_ids", pa.list_(pa.int32())),
+        ("finish_reason", pa.string()),
+        ("detail", pa.string()),
+        ("seed", pa.int64()),
+        ("sampling", pa.string()),  # JSON: every parameter sent
+        ("max_tokens", pa.int32()),
+        ("started_at", pa.float64()),  # unix s
+        ("queue_s", pa.float64()),
+        ("latency_s", pa.float64()),
+        ("server", pa.string()),
+        ("engine", pa.string()),
+        ("cached_tokens", pa.int32()),
+        ("attempts", pa.int32()),
+        ("carried", pa.string()),
+    ]
+)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One conversation of a shard, to be answered once (``sample``)."""
+
+    primary_id: str
+    source: str
+    content_hash: str
+    turns: str  # JSON of Conversation.turns
+    tools: str | None
+    carried: str | None
+    thinking: bool
+    max_tokens: int
+    prompt_ids: pa.ListScalar  # of the first turn; Python ints only where they are needed
+    turn_count: int
+    sample: int
+
+    @property
+    def ids(self) -> list[str]:
+        return [turn_id(self.primary_id, self.sample, turn) for turn in range(self.turn_count)]
+
+
+@dataclass
+class Turn:
+    """A turn that can be asked now."""
+
+    row: Row
+    index: int
+    key: str
+    prompt_ids: list[int]
+    sampling: dict[str, Any]
+    messages: list[dict[str, Any]]
+
+    def __str__(self) -> str:
+        return turn_id(self.row.primary_id, self.row.sample, self.index)
+
+    @property
+    def work(self) -> tuple[float, ...]:
+        """More is longer: turns still to come, then the length of the prompt."""
+        return (self.row.turn_count - self.index, len(self.prompt_ids))
+
+
+@dataclass
+class Walk:
+    """A conversation as far as it is answered."""
+
+    facts: list[dict[str, Any]] = field(default_factory=list)  # one of each turn that is settled
+    next: Turn | None = None
+    rejected: str | None = None
+
+
+class Shard:
+    """The turns of one shard under one configuration."""
+
+    def __init__(self, config: settings.Config, model_folder: Path) -> None:
+        self._config = config
+        self._policy: Mapping[str, Any] = config["validation"]
+        self.model = Model.load(model_folder)
+        self._tokenizer = Tokenizer.load(model_folder)
+        self._template = ChatTemplate.load(model_folder)
+        self._reader = AnswerReader(self._tokenizer, self.model.eos_token_ids, self._template.source)
+        self._sampling = settings.sampling(config, self.model.generation_config)
+        self._numerics = numerics(config["model"])
+        switch = config["prompts"]["thinking"]
+        self._says_thinking = switch is not None and self.model.template_has_thinking
+
+    def rows(self, shard: Path) -> list[Row]:
+        """The conversations of a shard file, once for each sample."""
+        table = pq.read_table(shard)
+        prompt_ids = table.column("prompt_ids")
+        columns = ("primary_id", "source", "content_hash", "turns", "tools", "carried", "thinking", "max_tokens")
+        samples = range(self._config["prompts"]["samples"])
+        rows = []
+        for at, plain in enumerate(table.select(columns).to_pylist()):
+            count = len(json.loads(plain["turns"]))
+            rows += [Row(**plain, prompt_ids=prompt_ids[at], turn_count=count, sample=s) for s in samples]
+        return rows
+
+    def walk(self, row: Row, lookup: Lookup) -> Walk:
+        """The conversation's settled turns, and the next one to ask if any is missing."""
+        walk = Walk()
+        messages: list[dict[str, Any]] = []
+        for index, given in enumerate(json.loads(row.turns)):
+            messages = [*messages, *given]
+            if walk.rejected is not None:
+                walk.facts.append(self._unasked(row, index, messages))
+                continue
+            turn, refusal = self._turn(row, index, messages)
+            if refusal is not None:
+                walk.facts.append(_facts(turn, {"outcome": "refused", "detail": refusal}))
+                walk.rejected = "refused"
+                continue
+            turn, record = self._answered(turn, lookup)
+            if record is None:
+                walk.next = turn
+                return walk
+            walk.facts.append(_facts(turn, record))
+            if record["outcome"] != "answered":
+                walk.rejected = record["outcome"]
+                continue
+            answer = self.read(turn, record)
+            walk.rejected = rejection(findings(answer, self._policy))
+            messages.append({"role": "assistant", "content": answer.content})
+        return walk
+
+    def read(self, turn: Turn, record: Mapping[str, Any]) -> Answer:
+        """The answer in a journal record."""
+        return self._reader.read(
+            turn.prompt_ids,
+            record["output_ids"],
+            record["finish_reason"],
+            thinking=turn.row.thinking,
+            sampling=turn.sampling,
+            tools=turn.row.tools is not None,
+        )
+
+    def _answered(self, turn: Turn, lookup: Lookup) -> tuple[Turn, dict[str, Any] | None]:
+        """The turn with its record; where the policy asks for it, the longer second try with its own."""
+        record = lookup(turn.key)
+        if record is None or record["outcome"] != "answered" or record["finish_reason"] != "length":
+            return turn, record
+        if not wants_longer(findings(self.read(turn, record), self._policy)):
+            return turn, record
+        room = self.model.context_length - len(turn.prompt_ids)
+        longer = min(int(turn.sampling["max_tokens"] * self._policy["retry_longer_factor"]), room)
+        if longer <= turn.sampling["max_tokens"]:
+            return turn, record
+        again = self._with_key(turn.row, turn.index, turn.prompt_ids, turn.messages, longer)
+        return again, lookup(again.key)
+
+    def _turn(self, row: Row, index: int, messages: list[dict[str, Any]]) -> tuple[Turn, str | None]:
+        """The turn to ask for ``messages``, and why it cannot be asked, if so."""
+        if index == 0:
+            return self._with_key(row, 0, row.prompt_ids.as_py(), messages, row.max_tokens), None
+        thinking = row.thinking if self._says_thinking else None
+        tools = json.loads(row.tools) if row.tools else None
+        try:
+            prompt_ids = self._tokenizer.encode(self._template.render(messages, tools, thinking))
+        except TemplateRefused as refusal:
+            return self._with_key(row, index, [], messages, row.max_tokens), str(refusal)
+        room = self.model.context_length - len(prompt_ids)
+        prompts = self._config["prompts"]
+        shorten = prompts["context_policy"] == "shorten" and room >= prompts["min_max_tokens"]
+        max_tokens = min(row.max_tokens, room) if shorten else row.max_tokens
+        turn = self._with_key(row, index, prompt_ids, messages, max_tokens)
+        if max_tokens > room:
+            return turn, (
+                f"the prompt has {len(prompt_ids)} tokens with the answers before it, which with max_tokens "
+                f"{max_tokens} is more than the context of {self.model.context_length}"
+            )
+        return turn, None
+
+    def _with_key(
+        self, row: Row, index: int, prompt_ids: list[int], messages: list[dict[str, Any]], max_tokens: int
+    ) -> Turn:
+        seed = turn_seed(self._config["seed"], row.content_hash, index, row.sample)
+        sampling = {**self._sampling, "max_tokens": max_tokens, "seed": seed}
+        key = turn_key(self.model.identity, self._numerics, prompt_ids, sampling)
+        return Turn(row, index, key, prompt_ids, sampling, messages)
+
+    def _unasked(self, row: Row, index: int, messages: list[dict[str, Any]]) -> dict[str, Any]:
+        turn = self._with_key(row, index, [], messages, row.max_tokens)
+        return _facts(turn, {"outcome": "unasked", "detail": "an earlier turn of the conversation was rejected"})
+
+    def write(self, rows: list[Row], journal: Journal, path: Path) -> None:
+        """Writes the shard's table from the journal, which must hold every turn; the same bytes each time."""
+        fresh = path.with_name(f".{path.name}.fresh")
+        with pq.ParquetWriter(fresh, GENERATED, compression="zstd") as writer:
+            group: list[dict[str, Any]] = []
+            for facts in self._sorted_facts(rows, journal):
+                group.append(facts)
+                if len(group) == ROW_GROUP:
+                    writer.write_table(pa.Table.from_pylist(group, GENERATED))
+                    group = []
+            if group:
+                writer.write_table(pa.Table.from_pylist(group, GENERATED))
+        fresh.replace(path)
+
+    def _sorted_facts(self, rows: list[Row], journal: Journal) -> Iterator[dict[str, Any]]:
+        """Every turn's facts by id; one conversation is in memory at a time, save where ids interleave."""
+        places = sorted((turn, at, row) for at, row in enumerate(rows) for turn in row.ids)
+        walked: dict[int, dict[str, dict[str, Any]]] = {}
+        for turn, at, row in places:
+            if at not in walked:
+                walk = self.walk(row, journal.get)
+                if walk.next is not None:
+                    raise RuntimeError(f"turn {walk.next} is not in the journal")
+                walked[at] = {facts["id"]: facts for facts in walk.facts}
+            yield walked[at].pop(turn)
+            if not walked[at]:
+                del walked[at]
+
+
+def _facts(turn: Turn, record: Mapping[str, Any]) -> dict[str, Any]:
+    """The generated row of a settled turn."""
+    row = turn.row
+    return {
+        "id": str(turn),
+        "primary_id": row.primary_id,
+        "turn_index": turn.index,
+        "sample": row.sample,
+        "source": row.source,
+        "content_hash": row.content_hash,
+        "key": turn.key,
+        "outcome": record["outcome"],
+        "thinking": row.thinking,
+        "messages": json.dumps(turn.messages, ensure_ascii=False),
+        "tools": row.tools,
+        "prompt_ids": turn.prompt_ids,
+        "output_ids": record.get("output_ids", []),
+        "finish_reason": record.get("finish_reason", ""),
+        "detail": record.get("detail"),
+        "seed": turn.sampling["seed"],
+        "sampling": json.dumps(turn.sampling, sort_keys=True),
+        "max_tokens": turn.sampling["max_tokens"],
+        "started_at": record.get("started_at"),
+        "queue_s": record.get("queue_s"),
+        "latency_s": record.get("latency_s"),
+        "server": record.get("server"),
+        "engine": record.get("engine"),
+        "cached_tokens": record.get("cached_tokens"),
+        "attempts": record.get("attempts", 0),
+        "carried": row.carried,
+    }

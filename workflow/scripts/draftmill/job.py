@@ -1,0 +1,36 @@
+"""What surrounds the work of every rule's script: its log file, and errors as sentences."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from draftmill.errors import UserError
+
+
+@contextlib.contextmanager
+def logged(path: str) -> Iterator[None]:
+    """Sends the log to ``path`` (warnings to the terminal too); a UserError becomes a sentence and exit code 1."""
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    to_file = logging.FileHandler(path, mode="w", encoding="utf-8")
+    to_file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    to_terminal = logging.StreamHandler(sys.stderr)
+    to_terminal.setLevel(logging.WARNING)
+    to_terminal.setFormatter(logging.Formatter("draftmill: %(message)s"))
+    logging.basicConfig(level=logging.INFO, handlers=[to_file, to_terminal], force=True)
+    try:
+        yield
+    except UserError as fault:
+        logging.error("%s", fault)
+        sys.exit(1)
+    except Exception:
+        logging.exception("this step failed; the cause is at the end")
+        sys.exit(1)
+
+
+def warn(sentence: str) -> None:
+    """Says something that the user should know, in the log and on the terminal."""
+    logging.warning("%s", sentence)

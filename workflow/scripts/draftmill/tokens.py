@@ -1,0 +1,65 @@
+"""The target model's tokenizer, as it was frozen into results/model/.
+
+Knows text and token ids. Never adds a special token by itself: whatever stands in the rendered
+chat template is all there is, so that the ids sent are exactly the ids recorded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import tokenizers
+
+from draftmill.errors import UserError
+
+
+@dataclass(frozen=True)
+class Tokenizer:
+    """A Hugging Face fast tokenizer read from ``tokenizer.json``."""
+
+    backend: tokenizers.Tokenizer
+
+    @classmethod
+    def load(cls, folder: Path) -> Tokenizer:
+        """Reads ``folder/tokenizer.json``; a missing or broken one is a UserError."""
+        path = folder / "tokenizer.json"
+        try:
+            return cls(tokenizers.Tokenizer.from_file(str(path)))
+        except Exception as fault:  # the library raises plain Exception for every kind of fault
+            raise UserError(
+                f"The tokenizer {path} cannot be read ({fault}); the model folder needs a tokenizer.json."
+            ) from fault
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of ``text``; special tokens written in it are recognised, none are added."""
+        return list(self.backend.encode(text, add_special_tokens=False).ids)
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """As ``encode`` for many texts, on all cores that TOKENIZERS_PARALLELISM allows."""
+        encodings = self.backend.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [list(encoding.ids) for encoding in encodings]
+
+    def decode(self, ids: Sequence[int], keep_special: bool = True) -> str:
+        """The text of ``ids``; special tokens stay in it unless told otherwise."""
+        return str(self.backend.decode(list(ids), skip_special_tokens=not keep_special))
+
+    def decode_batch(self, many: Sequence[Sequence[int]], keep_special: bool = True) -> list[str]:
+        """As ``decode`` for many id lists."""
+        return list(self.backend.decode_batch([list(ids) for ids in many], skip_special_tokens=not keep_special))
+
+    def without_stop(self, ids: Sequence[int]) -> list[int]:
+        """``ids`` without one trailing special token (the stop token that the model sampled)."""
+        return list(ids[:-1]) if ids and ids[-1] in self.special_ids else list(ids)
+
+    @cached_property
+    def special_ids(self) -> frozenset[int]:
+        """Ids of all special (control) tokens."""
+        added = self.backend.get_added_tokens_decoder()
+        return frozenset(int(i) for i, token in added.items() if token.special)
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self.backend.get_vocab_size(with_added_tokens=True))
