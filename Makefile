@@ -63,14 +63,14 @@ chaos: $(VENV)/dev.stamp ## 50 seeds of injected faults; writes chaos.json
 	@python tests/faults/chaos.py $(ARGS)
 
 bench: $(VENV)/dev.stamp ## the dispatch against its alternatives; writes bench.json and the table in docs/benchmarks.md
-	@python tests/bench/dispatch.py $(ARGS)
+	@python tests/bench/bench.py $(ARGS)
 
 bench-merge: $(VENV)/dev.stamp ## rows/s and peak memory of merge and export at three sizes
-	@python tests/bench/merge.py $(ARGS)
+	@python tests/bench/bench_merge.py $(ARGS)
 
 lint: $(VENV)/dev.stamp ## ruff, snakefmt --check and snakemake --lint
 	@ruff check --quiet
-	@snakefmt --check $(SNAKEFILES) 2>&1 | grep -v '^\[INFO\]' || test $${PIPESTATUS[0]} -eq 0
+	@snakefmt --check $(SNAKEFILES) 2>/dev/null || { snakefmt --diff $(SNAKEFILES); exit 1; }
 	@snakemake --lint
 
 format: $(VENV)/dev.stamp ## format Python and Snakemake files
@@ -88,7 +88,7 @@ docs: $(VENV)/dev.stamp ## config.yaml and docs/configuration.md from the schema
 	@python -m draftmill.config_docs
 
 lock: $(VENV)/bin/python ## all lock and env files from requirements*.in
-	@$(PIP) uv
+	@python -m pip install -qq --disable-pip-version-check uv
 	@bash envs/lock.sh
 
 clean: ## remove .venv and caches; results/ stays

@@ -20,6 +20,7 @@ scattergather:
 include: "workflow/rules/model.smk"
 include: "workflow/rules/prompts.smk"
 include: "workflow/rules/generation.smk"
+include: "workflow/rules/tuning.smk"
 include: "workflow/rules/dataset.smk"
 include: "workflow/rules/report.smk"
 

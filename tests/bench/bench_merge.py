@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import resource
 import subprocess
 import sys
 import tempfile
@@ -142,7 +143,15 @@ def run(folder: Path) -> None:
         config, merged, validation, folder / "prompts.json", folder / "model", folder / "throughput.json",
         folder / "drafter",
     )  # fmt: skip
-    print(json.dumps({"merge_s": between - started, "export_s": time.perf_counter() - between}), flush=True)
+    ended = time.perf_counter()
+    own, workers = resource.getrusage(resource.RUSAGE_SELF), resource.getrusage(resource.RUSAGE_CHILDREN)
+    figures = {
+        "merge_s": between - started,
+        "export_s": ended - between,
+        "cpu_s": own.ru_utime + own.ru_stime + workers.ru_utime + workers.ru_stime,
+        "workers_cpu_s": workers.ru_utime + workers.ru_stime,
+    }
+    print(json.dumps(figures), flush=True)
 
 
 def measure(folder: Path) -> dict[str, float]:
@@ -190,7 +199,8 @@ def main() -> None:
         run(given.run)
         return
     print(
-        f"{'rows':>8} {'tokens':>12} {'merge s':>8} {'export s':>8} {'rows/s':>7} {'peak MB':>8}", flush=True
+        f"{'rows':>8} {'tokens':>12} {'merge s':>8} {'export s':>8} {'cpu s':>7} {'rows/s':>7} {'peak MB':>8}",
+        flush=True,
     )
     results = []
     for rows in given.rows:
@@ -203,7 +213,7 @@ def main() -> None:
         figures["rows_per_s"] = rows / (figures["merge_s"] + figures["export_s"])
         results.append(figures)
         print(
-            f"{rows:>8} {figures['tokens']:>12} {figures['merge_s']:>8.1f} {figures['export_s']:>8.1f} "
+            f"{rows:>8} {figures['tokens']:>12} {figures['merge_s']:>8.1f} {figures['export_s']:>8.1f} {figures['cpu_s']:>7.1f} "
             f"{figures['rows_per_s']:>7.0f} {figures['peak_bytes'] / 1e6:>8.0f}",
             flush=True,
         )

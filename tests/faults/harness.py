@@ -260,7 +260,7 @@ class Run:
             for line in path.read_bytes().splitlines()
             if (event := _parsed(line))
         ]
-        return sorted(events, key=lambda event: event["t"])
+        return sorted((e for e in events if e["event"] != "ready"), key=lambda event: event["t"])
 
     def asked(self) -> int:
         """How many requests have been started."""

@@ -456,11 +456,9 @@ class Server:
         while True:
             try:
                 with (self.folder / f"start-{number:04d}.json").open("xb") as file:
-                    file.write(
-                        orjson.dumps(
-                            {"pid": os.getpid(), "t": time.time(), "port": self.flags.port, "argv": sys.argv}
-                        )
-                    )
+                    facts = {"pid": os.getpid(), "t": time.monotonic(), "port": self.flags.port}
+                    slot = os.environ.get("DRAFTMILL_SLOT", str(self.flags.port))
+                    file.write(orjson.dumps({**facts, "slot": slot.rpartition("/")[2], "argv": sys.argv}))
                 return number
             except FileExistsError:
                 number += 1
@@ -521,6 +519,7 @@ class Server:
             f"max_running_requests={self.pace.slots}, context_len={self.context}, available_gpu_mem=52.67 GB"
         )
         self._say("The server is fired up and ready to roll!")
+        self._write("ready")
         for kind in LIFE_FAULTS:
             found = self.fault(kind)
             if found and found.number("s") < math.inf:

@@ -3,11 +3,11 @@
 import pytest
 
 from draftmill.errors import UserError
-from draftmill.gpus import GIB, GPUS, find_gpu, gpu_with_memory, memory_bytes_of, parse_reference
+from draftmill.gpus import GIB, GPUS, Gpu, find_gpu, gpu_with_memory, memory_bytes_of, parse_reference
 
 
 @pytest.mark.parametrize("gpu", GPUS, ids=lambda gpu: gpu.name)
-def test_rows_are_whole_and_plausible(gpu):
+def test_rows_are_whole_and_plausible(gpu: Gpu) -> None:
     assert gpu.source
     assert 0.85 * gpu.nominal_gb < gpu.memory_bytes / GIB <= 1.01 * gpu.nominal_gb
     assert 0.2e12 < gpu.bandwidth <= 8e12
@@ -29,17 +29,17 @@ def test_rows_are_whole_and_plausible(gpu):
         ("NVIDIA GeForce RTX 4090", "RTX 4090"),
     ],
 )
-def test_names_of_the_driver_are_found(driver, name):
+def test_names_of_the_driver_are_found(driver: str, name: str) -> None:
     found = find_gpu(driver)
     assert found is not None and found.name == name
 
 
-def test_memory_tells_variants_of_one_name_apart():
+def test_memory_tells_variants_of_one_name_apart() -> None:
     found = find_gpu("NVIDIA A100-SXM4-40GB", 40960 << 20)
     assert found is not None and found.name == "A100 40GB"
 
 
-def test_a_size_as_sold_is_the_total_that_the_driver_reports():
+def test_a_size_as_sold_is_the_total_that_the_driver_reports() -> None:
     assert memory_bytes_of(141) == 143771 << 20
     assert memory_bytes_of(100) == 100 * GIB
     h200, sold_by_several = gpu_with_memory(141), gpu_with_memory(80)
@@ -62,19 +62,19 @@ def test_a_size_as_sold_is_the_total_that_the_driver_reports():
         ({"gpu": "NVIDIA B200"}, 1.0),
     ],
 )
-def test_shares_of_a_card(said, share):
+def test_shares_of_a_card(said: object, share: float) -> None:
     reference = parse_reference(said)
     assert reference is not None and reference.gpu is not None
     assert reference.gpu.name == "B200" and reference.share == pytest.approx(share)
 
 
 @pytest.mark.parametrize("said", [6250, 6250.0, "6250", "6,250 tok/s", "6250 tokens/s"])
-def test_plain_rates(said):
+def test_plain_rates(said: object) -> None:
     reference = parse_reference(said)
     assert reference is not None and reference.tok_s == 6250
 
 
-def test_no_reference_is_none():
+def test_no_reference_is_none() -> None:
     assert parse_reference(None) is None
 
 
@@ -93,6 +93,6 @@ def test_no_reference_is_none():
         "",
     ],
 )
-def test_what_is_no_reference_is_said(said):
+def test_what_is_no_reference_is_said(said: object) -> None:
     with pytest.raises(UserError, match="reference"):
         parse_reference(said)

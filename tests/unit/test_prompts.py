@@ -191,7 +191,7 @@ def test_packed_files_are_known_by_their_bytes(
 
 def test_damaged_packing_is_refused(tmp_path: Path) -> None:
     lines = b"".join(b'{"prompt": "%d"}\n' % random.Random(n).getrandbits(200) for n in range(3000))
-    for pack in (gzip.compress, zstandard.compress):
+    for pack in (gzip.compress, zstandard.ZstdCompressor(write_checksum=True).compress):
         for damaged in (pack(lines)[:-20], pack(lines)[:5000] + b"\x00" * 50 + pack(lines)[5050:]):
             with pytest.raises(UserError, match="damaged"):
                 read(tmp_path, damaged, "rows.jsonl.gz")

@@ -21,15 +21,15 @@ import requests
 import requests.adapters
 
 from draftmill import config as settings
-from draftmill import engines
+from draftmill import engines, science
 from draftmill.engines import Transient
 from draftmill.errors import UserError
 from draftmill.fleet import processes
 from draftmill.fleet.client import Client, Figures, Server, Task
 from draftmill.fleet.places import Fleet
-from draftmill.generation import Row, Shard, Turn, Walk
+from draftmill.generation import Shard, Turn, Walk
 from draftmill.journal import Journal, Writer
-from draftmill.validation import findings, rejection, too_many_rejected
+from draftmill.validation import too_many_rejected
 
 log = logging.getLogger("generate")
 
@@ -38,7 +38,9 @@ EXAMPLES = 3
 ALL_REFUSED = 20  # refusals in a row from the start: the request is wrong, not the prompts
 
 
-def generate(config: settings.Config, results: Path, shard_file: Path, service_file: Path, output: Path) -> None:
+def generate(
+    config: settings.Config, results: Path, shard_file: Path, service_file: Path, output: Path
+) -> None:
     """Writes ``output``, the table of all turns of ``shard_file``.
 
     Raises UserError when no server is left, the disk is full, or too many answers are rejected.
@@ -56,9 +58,17 @@ def generate(config: settings.Config, results: Path, shard_file: Path, service_f
         if walk.next is not None:
             pending.append(walk.next)
     turns = sum(row.turn_count for row in rows)
+    changes = science.record(config, results)
+    if changes and pending:
+        new, total = shard.new_conversations(sorted(shard_file.parent.glob("*.parquet")), journal)
+        log.warning(
+            "changed since the last run: %s; %d of %d conversations are new", "; ".join(changes), new, total
+        )
     log.info("%s: %d turns, %d of them in the journal", shard_file.stem, turns, settled)
     if pending:
-        _Asking(config, results, shard, journal, shard_file.stem, service_file, turns, settled, verdicts).run(pending)
+        _Asking(config, results, shard, journal, shard_file.stem, service_file, turns, settled, verdicts).run(
+            pending
+        )
         journal.refresh()
     shard.write(rows, journal, output)
     if journal.damaged_lines:
@@ -97,8 +107,81 @@ class _Verdicts:
             )
 
 
+class Asker:
+    """Asks a server for one turn, keeps the answer, and says what to ask next. Safe to call from many threads."""
+
+    def __init__(
+        self, config: settings.Config, fleet: Fleet, shard: Shard, journal: Journal, writer: Writer
+    ) -> None:
+        self._shard, self._journal, self._writer = shard, journal, writer
+        attached = config["operation"]["engine"] == "attach"
+        self._key = os.environ.get("DRAFTMILL_ATTACH_KEY", "") if attached else fleet.key_file().read_text()
+        self._timeout = (CONNECT_S, float(config["operation"]["client"]["request_timeout_s"]))
+        self._fresh: dict[str, dict[str, Any]] = {}  # answers of conversations that are not finished yet
+        self._engines: dict[str, engines.Engine] = {}
+        self._local = threading.local()
+
+    def answer(self, turn: Turn, server: Server, attempt: int) -> Walk:
+        """Asks one server for one turn; raises Refused or Transient, OSError when the journal cannot be written."""
+        engine = self._engines.setdefault(server.engine, engines.load(server.engine))
+        route, body = engine.request(turn.prompt_ids, turn.sampling)
+        started_at = time.time()
+        began = time.monotonic()
+        try:
+            reply = self._session().post(
+                server.address + route,
+                data=orjson.dumps(body),
+                headers=self._headers(),
+                timeout=self._timeout,
+            )
+        except requests.RequestException as fault:
+            raise Transient(f"{server.name} did not answer: {type(fault).__name__}") from fault
+        completion = engine.completion(reply.status_code, reply.content)
+        record = {
+            "outcome": "answered",
+            "id": str(turn),
+            "output_ids": completion.output_ids,
+            "finish_reason": completion.finish_reason,
+            "started_at": started_at,
+            "queue_s": completion.queue_s,
+            "latency_s": time.monotonic() - began,
+            "server": server.name,
+            "engine": f"{server.engine} {server.version}",
+            "cached_tokens": completion.cached_tokens,
+            "attempts": attempt,
+        }
+        return self._keep(turn, record)
+
+    def give_up(self, turn: Turn, outcome: str, detail: str) -> Walk:
+        """Keeps that a turn will never be answered (``refused`` or ``poison``)."""
+        return self._keep(
+            turn, {"outcome": outcome, "id": str(turn), "detail": detail, "started_at": time.time()}
+        )
+
+    def _keep(self, turn: Turn, record: dict[str, Any]) -> Walk:
+        self._writer.append(turn.key, record)
+        self._fresh[turn.key] = record
+        walk = self._shard.walk(turn.row, lambda key: self._fresh.get(key) or self._journal.get(key))
+        if walk.next is None:
+            for facts in walk.facts:
+                self._fresh.pop(facts["key"], None)
+        return walk
+
+    def _session(self) -> requests.Session:
+        session: requests.Session | None = getattr(self._local, "session", None)
+        if session is None:
+            session = self._local.session = requests.Session()
+            session.trust_env = False  # loopback only: no proxies to look up, twice the speed
+            session.mount("http://", requests.adapters.HTTPAdapter(pool_connections=64, pool_maxsize=1))
+        return session
+
+    def _headers(self) -> dict[str, str]:
+        headers = {"Content-Type": "application/json"}
+        return headers | {"Authorization": f"Bearer {self._key}"} if self._key else headers
+
+
 class _Asking:
-    """Asks for the missing turns of one shard."""
+    """Asks for the missing turns of one shard, and tells how it goes."""
 
     def __init__(
         self,
@@ -115,27 +198,21 @@ class _Asking:
         lease = json.loads(service_file.read_text())
         if lease["error"]:
             raise UserError(lease["error"])
-        self._config, self._shard, self._journal, self._name = config, shard, journal, name
+        self._name = name
         self._fleet = Fleet(results, processes.owner())
         self._order = float(lease["started_at"])
         self._writer = Writer(results / "journal")
+        self._asker = Asker(config, self._fleet, shard, journal, self._writer)
         self._turns, self._settled = turns, settled
-        self._fresh: dict[str, dict[str, Any]] = {}  # answers of conversations that are not finished yet
         self._verdicts = verdicts
         self._lock = threading.Lock()
-        self._local = threading.local()
-        self._key = os.environ.get("DRAFTMILL_ATTACH_KEY", "")
-        if config["operation"]["engine"] != "attach":
-            self._key = self._fleet.key_file().read_text()
-        self._timeout = (CONNECT_S, float(config["operation"]["client"]["request_timeout_s"]))
-        self._engines: dict[str, engines.Engine] = {}
         self._output_tokens = 0
         self._interval = float(config["operation"]["progress_interval_s"])
         self._last_note = time.monotonic()
 
     def run(self, pending: list[Turn]) -> None:
         _raise_file_limit()
-        _end_with_owner(self._fleet.owner)
+        end_with_owner(self._fleet.owner)
         events = self._fleet.clients / f"{self._name}-{os.getpid()}.jsonl"
         events.parent.mkdir(parents=True, exist_ok=True)
         with events.open("a", encoding="utf-8") as self._events:
@@ -155,63 +232,18 @@ class _Asking:
                 self._note("finished", self._standing(client.figures))
 
     def _answer(self, turn: Turn, server: Server, attempt: int) -> Task[Turn] | None:
-        """Asks one server for one turn, keeps the answer, and finds what to ask next; in a turn's thread."""
-        engine = self._engines.setdefault(server.engine, engines.load(server.engine))
-        route, body = engine.request(turn.prompt_ids, turn.sampling)
-        started_at = time.time()
-        began = time.monotonic()
-        try:
-            reply = self._session().post(
-                server.address + route, data=orjson.dumps(body), headers=self._headers(), timeout=self._timeout
-            )
-            status, content = reply.status_code, reply.content
-        except (requests.RequestException, OSError) as fault:
-            raise Transient(f"{server.name} did not answer: {type(fault).__name__}") from fault
-        completion = engine.completion(status, content)
-        record = {
-            "outcome": "answered",
-            "id": str(turn),
-            "output_ids": completion.output_ids,
-            "finish_reason": completion.finish_reason,
-            "started_at": started_at,
-            "queue_s": completion.queue_s,
-            "latency_s": time.monotonic() - began,
-            "server": server.name,
-            "engine": f"{server.engine} {server.version}",
-            "cached_tokens": completion.cached_tokens,
-            "attempts": attempt,
-        }
-        return self._keep(turn, record)
+        return self._settle(turn, self._asker.answer(turn, server, attempt))
 
     def _give_up(self, turn: Turn, outcome: str, detail: str) -> Task[Turn] | None:
-        return self._keep(turn, {"outcome": outcome, "id": str(turn), "detail": detail, "started_at": time.time()})
+        return self._settle(turn, self._asker.give_up(turn, outcome, detail))
 
-    def _keep(self, turn: Turn, record: dict[str, Any]) -> Task[Turn] | None:
-        self._writer.append(turn.key, record)
-        self._fresh[turn.key] = record
-        walk = self._shard.walk(turn.row, lambda key: self._fresh.get(key) or self._journal.get(key))
+    def _settle(self, turn: Turn, walk: Walk) -> Task[Turn] | None:
+        new = len(walk.facts) - turn.index
         with self._lock:
-            new = len(walk.facts) - turn.index
             self._settled += new
-            self._output_tokens += len(record.get("output_ids", ()))
+            self._output_tokens += sum(len(facts["output_ids"]) for facts in walk.facts[turn.index :])
             self._verdicts.count(walk, new)
-        if walk.next is not None:
-            return Task(walk.next, walk.next.work)
-        for facts in walk.facts:
-            self._fresh.pop(facts["key"], None)
-        return None
-
-    def _session(self) -> requests.Session:
-        session: requests.Session | None = getattr(self._local, "session", None)
-        if session is None:
-            session = self._local.session = requests.Session()
-            session.trust_env = False  # loopback only: no proxies to look up, twice the speed
-            session.mount("http://", requests.adapters.HTTPAdapter(pool_connections=64, pool_maxsize=1))
-        return session
-
-    def _headers(self) -> dict[str, str]:
-        headers = {"Content-Type": "application/json"}
-        return headers | {"Authorization": f"Bearer {self._key}"} if self._key else headers
+        return None if walk.next is None else Task(walk.next, walk.next.work)
 
     # --- what it tells
 
@@ -240,13 +272,13 @@ class _Asking:
 
 def _raise_file_limit() -> None:
     """A turn in flight needs a descriptor; says so when the system allows too few."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     if hard != resource.RLIM_INFINITY and hard < 4096:
         log.warning("only %d open files are allowed here (ulimit -Hn): that bounds the turns in flight", hard)
 
 
-def _end_with_owner(owner: processes.Process) -> None:
+def end_with_owner(owner: processes.Process) -> None:
     """Ends this process at once when Snakemake ends: the journal is on the disk, the rest is derived."""
 
     def watch() -> None:

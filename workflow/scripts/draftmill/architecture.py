@@ -263,9 +263,9 @@ class _Sizes:
 
     def rotary_dim(self, key_dim: int) -> int:
         """Rotated dimensions of a head: all, the MLA's own, or a stated part of it."""
-        parts: list[object] = [self._config.get("partial_rotary_factor")]
-        for name in ("rope_parameters", "rope_scaling"):
-            parts.append((_mapping(self._config.get(name)) or {}).get("partial_rotary_factor"))
+        named = ("rope_parameters", "rope_scaling")
+        places = [self._config, *(_mapping(self._config.get(name)) or {} for name in named)]
+        parts = [place.get("partial_rotary_factor") for place in places]
         part = next((p for p in parts if isinstance(p, int | float)), 1.0)
         return self.size("qk_rope_head_dim", default=int(key_dim * part))
 

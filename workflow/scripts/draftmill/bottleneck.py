@@ -32,6 +32,7 @@ from draftmill.server_flags import (
     UNKNOWN,
     Dialect,
     ServerFlags,
+    changes,
     read_flags,
     refusals,
     with_flags,
@@ -168,7 +169,7 @@ class _Facts:
 
 def diagnose(
     samples: Sequence[Sample],
-    engine: Engine = Engine(),  # noqa: B008  # frozen
+    engine: Engine = Engine(),
     reference: Reference | None = None,
     window_s: float = WINDOW_S,
 ) -> Diagnosis:
@@ -182,10 +183,14 @@ def diagnose(
     stretches = _stretches(ordered, window_s)
     whole = _run_figures(ordered, engine)
     drain_from = _drain_start(ordered, whole)
-    judged = [(part, *_judge_stretch(part, engine, whole, drain_from)) for part in stretches]
+    ends = [part[0].t for part in stretches[1:]] + [ordered[-1].t]
+    judged = [
+        (part, *_judge_stretch(part, end, engine, whole, drain_from))
+        for part, end in zip(stretches, ends, strict=True)
+    ]
     windows = tuple(
-        Window(part[0].t, part[-1].t, verdict, evidence, facts.rate if facts else None, advice)
-        for part, verdict, evidence, advice, facts in judged
+        Window(part[0].t, end, verdict, evidence, facts.rate if facts else None, advice)
+        for (part, verdict, evidence, advice, facts), end in zip(judged, ends, strict=True)
     )
     phases: dict[str, float] = {}
     for window in windows:
@@ -265,7 +270,7 @@ def _stretches(samples: Sequence[Sample], window_s: float) -> list[list[Sample]]
             found.append(ramp)
         parts: list[list[Sample]] = [[]]
         for sample in whole:
-            if parts[-1] and sample.t - parts[-1][0].t >= window_s:
+            if parts[-1] and sample.state == "ready" and sample.t - parts[-1][0].t >= window_s:
                 parts.append([])
             parts[-1].append(sample)
         if len(parts) > 1 and parts[-1][-1].t - parts[-1][0].t < window_s / 2:
@@ -413,9 +418,11 @@ def _drain_start(samples: Sequence[Sample], run: _Run) -> float:
 Judged = tuple[Verdict, str, Advice | None, _Facts | None]
 
 
-def _judge_stretch(part: Sequence[Sample], engine: Engine, run: _Run, drain_from: float) -> Judged:
+def _judge_stretch(
+    part: Sequence[Sample], end: float, engine: Engine, run: _Run, drain_from: float
+) -> Judged:
     state = part[0].state
-    seconds = part[-1].t - part[0].t
+    seconds = end - part[0].t
     if state in ("waiting", "starting", "restarting"):
         return (
             Verdict.STARTUP,
@@ -431,11 +438,8 @@ def _judge_stretch(part: Sequence[Sample], engine: Engine, run: _Run, drain_from
     if part[-1].t <= run.full_at.get(part[0].epoch, -math.inf):
         told = f"requests came in: {part[-1].running} running after {seconds:.0f} s"
         return Verdict.STARTUP, told, None, facts
-    middle = (part[0].t + part[-1].t) / 2
-    if middle >= drain_from:
-        verdict = Verdict.DRAIN
-    else:
-        verdict = _binding(facts, engine)
+    draining = (part[0].t + part[-1].t) / 2 >= drain_from
+    verdict = Verdict.DRAIN if draining else _binding(facts, engine)
     return (verdict, *_say(verdict, facts, engine), facts)
 
 
@@ -601,9 +605,9 @@ def _accepted(engine: Engine, words: Sequence[str]) -> bool:
 
 
 def _strategy_words(engine: Engine) -> tuple[str, ...]:
-    """The asked flags that choose a strategy: they must go when the radix cache does."""
+    """The asked flags of a strategy, which go when the radix cache does: the overlap schedule may run again."""
     asked = engine.flags.asked if engine.flags else ()
-    kept = without_settings(asked, ["strategy"])
+    kept = without_settings(asked, ["strategy", "overlap"])
     return tuple(word for word in asked if word not in kept)
 
 
@@ -652,6 +656,8 @@ def _state_cure(facts: _Facts, engine: Engine) -> Advice | None:
             1.5,
         )
     now = min(facts.running, slots / per)
+    if now <= 0:
+        return None
     if per > 1:
         options = [
             _fewer_slots(facts, engine, slots, now, name, new)
@@ -841,11 +847,14 @@ def _compute_cure(facts: _Facts, engine: Engine) -> Advice | None:
     )
     best = next((c for c in found[1:] if not c.changes_answers), None)
     if best is None or best.gain < WORTHWHILE:
-        return Advice(None, f"no other setting is estimated above {best.gain if best else 1:.2f}x", 1.0)
+        said = f"no other setting is estimated above {best.gain if best else 1:.2f}x"
+        return Advice(None, said, 1.0)
+    add, drop = changes(engine.flags, best.flags)
     return Advice(
-        " ".join(best.flags.asked),
+        " ".join(add) or None,
         f"{best.name}: expect about {best.gain:.1f}x by the capacity model",
         best.gain,
+        drop,
     )
 
 

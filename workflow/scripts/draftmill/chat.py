@@ -31,7 +31,7 @@ class TemplateRefused(Exception):
 class _GenerationBlock(jinja2.ext.Extension):
     """Accepts ``{% generation %}`` (Hugging Face's mask marker) and renders what stands inside."""
 
-    tags = {"generation"}
+    tags = {"generation"}  # noqa: RUF012  as the base class declares it
 
     def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node | list[jinja2.nodes.Node]:
         next(parser.stream)
@@ -88,7 +88,14 @@ class ChatTemplate:
                 **self.special_tokens,
                 **names,
             )
-        except (jinja2.TemplateError, TypeError, KeyError, ValueError, AttributeError, RecursionError) as fault:
+        except (
+            jinja2.TemplateError,
+            TypeError,
+            KeyError,
+            ValueError,
+            AttributeError,
+            RecursionError,
+        ) as fault:
             raise TemplateRefused(f"the chat template cannot render this conversation: {fault}") from fault
 
     @cached_property

@@ -14,7 +14,7 @@ from draftmill.errors import UserError
 
 log = logging.getLogger("fetch_model")
 
-WANTED = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "*.py")
+WANTED = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "*.py"]
 SPARE_BYTES = 2 << 30
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -123,6 +123,7 @@ class Shard:
         self._template = ChatTemplate.load(model_folder)
         self._reader = AnswerReader(self._tokenizer, self.model.eos_token_ids, self._template.source)
         self._sampling = settings.sampling(config, self.model.generation_config)
+        self._sampling["adapter"] = bool(config["model"]["adapters"])
         self._numerics = numerics(config["model"])
         switch = config["prompts"]["thinking"]
         self._says_thinking = switch is not None and self.model.template_has_thinking
@@ -131,13 +132,32 @@ class Shard:
         """The conversations of a shard file, once for each sample."""
         table = pq.read_table(shard)
         prompt_ids = table.column("prompt_ids")
-        columns = ("primary_id", "source", "content_hash", "turns", "tools", "carried", "thinking", "max_tokens")
+        columns = (
+            "primary_id",
+            "source",
+            "content_hash",
+            "turns",
+            "tools",
+            "carried",
+            "thinking",
+            "max_tokens",
+        )
         samples = range(self._config["prompts"]["samples"])
         rows = []
         for at, plain in enumerate(table.select(columns).to_pylist()):
             count = len(json.loads(plain["turns"]))
             rows += [Row(**plain, prompt_ids=prompt_ids[at], turn_count=count, sample=s) for s in samples]
         return rows
+
+    def new_conversations(self, shards: Iterable[Path], journal: Journal) -> tuple[int, int]:
+        """(conversations whose first turn is not in the journal, all conversations), samples counted each."""
+        new = total = 0
+        for shard in shards:
+            for row in self.rows(shard):
+                turn = self._with_key(row, 0, row.prompt_ids.as_py(), [], row.max_tokens)
+                new += turn.key not in journal
+                total += 1
+        return new, total
 
     def walk(self, row: Row, lookup: Lookup) -> Walk:
         """The conversation's settled turns, and the next one to ask if any is missing."""
@@ -223,34 +243,47 @@ class Shard:
 
     def _unasked(self, row: Row, index: int, messages: list[dict[str, Any]]) -> dict[str, Any]:
         turn = self._with_key(row, index, [], messages, row.max_tokens)
-        return _facts(turn, {"outcome": "unasked", "detail": "an earlier turn of the conversation was rejected"})
+        return _facts(
+            turn, {"outcome": "unasked", "detail": "an earlier turn of the conversation was rejected"}
+        )
 
-    def write(self, rows: list[Row], journal: Journal, path: Path) -> None:
-        """Writes the shard's table from the journal, which must hold every turn; the same bytes each time."""
+    def write(self, rows: list[Row], journal: Journal, path: Path, partial: bool = False) -> int:
+        """Writes the shard's table from the journal, the same bytes each time; gives the number of its turns.
+
+        Every turn must be in the journal, unless ``partial``: then the settled ones are written.
+        """
         fresh = path.with_name(f".{path.name}.fresh")
+        count = 0
         with pq.ParquetWriter(fresh, GENERATED, compression="zstd") as writer:
             group: list[dict[str, Any]] = []
-            for facts in self._sorted_facts(rows, journal):
+            for facts in self._sorted_facts(rows, journal, partial):
                 group.append(facts)
+                count += 1
                 if len(group) == ROW_GROUP:
                     writer.write_table(pa.Table.from_pylist(group, GENERATED))
                     group = []
             if group:
                 writer.write_table(pa.Table.from_pylist(group, GENERATED))
         fresh.replace(path)
+        return count
 
-    def _sorted_facts(self, rows: list[Row], journal: Journal) -> Iterator[dict[str, Any]]:
-        """Every turn's facts by id; one conversation is in memory at a time, save where ids interleave."""
-        places = sorted((turn, at, row) for at, row in enumerate(rows) for turn in row.ids)
+    def _sorted_facts(self, rows: list[Row], journal: Journal, partial: bool) -> Iterator[dict[str, Any]]:
+        """Every settled turn's facts by id; one conversation is in memory at a time, save where ids interleave."""
+        places = sorted((turn, at, row.turn_count) for at, row in enumerate(rows) for turn in row.ids)
         walked: dict[int, dict[str, dict[str, Any]]] = {}
-        for turn, at, row in places:
+        left: dict[int, int] = {}
+        for turn, at, count in places:
             if at not in walked:
-                walk = self.walk(row, journal.get)
-                if walk.next is not None:
+                walk = self.walk(rows[at], journal.get)
+                if walk.next is not None and not partial:
                     raise RuntimeError(f"turn {walk.next} is not in the journal")
                 walked[at] = {facts["id"]: facts for facts in walk.facts}
-            yield walked[at].pop(turn)
-            if not walked[at]:
+                left[at] = count
+            facts = walked[at].pop(turn, None)
+            if facts is not None:
+                yield facts
+            left[at] -= 1
+            if left[at] == 0:
                 del walked[at]
 
 

@@ -197,7 +197,9 @@ def _sound(line: bytes) -> bool:
     if len(line) < _HEAD + 3 or line[8:9] != b" " or not line.endswith(b"\n"):
         return False
     try:
-        return int(line[:8], 16) == binascii.crc32(line[9:-1]) and len(bytes.fromhex(line[9:41].decode())) == 16
+        return (
+            int(line[:8], 16) == binascii.crc32(line[9:-1]) and len(bytes.fromhex(line[9:41].decode())) == 16
+        )
     except ValueError:
         return False
 

@@ -12,7 +12,7 @@ import json
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import IO, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -207,7 +207,7 @@ def _mask(prompt: int, output: int) -> npt.NDArray[np.int8]:
     return mask
 
 
-def read_table(stream: BinaryIO) -> pa.Table | None:
+def read_table(stream: IO[bytes]) -> pa.Table | None:
     """The next table that ``write_table`` wrote to the other end of a pipe; None at its end."""
     header = stream.read(8)
     if len(header) < 8:
@@ -216,7 +216,7 @@ def read_table(stream: BinaryIO) -> pa.Table | None:
     return pa.ipc.open_stream(pa.py_buffer(stream.read(size))).read_all()
 
 
-def write_table(stream: BinaryIO, table: pa.Table) -> None:
+def write_table(stream: IO[bytes], table: pa.Table) -> None:
     """Writes ``table`` with its length before it."""
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, table.schema) as writer:

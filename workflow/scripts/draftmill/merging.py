@@ -17,11 +17,11 @@ import sys
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any, cast
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -213,12 +213,14 @@ class Judges:
     def __init__(self, model_folder: Path, config: Mapping[str, Any], retokenised_share: float) -> None:
         package = Path(__file__).resolve().parent.parent
         environment = os.environ | {"TOKENIZERS_PARALLELISM": "false", "PYTHONPATH": str(package)}
+        needed = json.dumps({name: config[name] for name in ("validation", "prompts")})
         command = [
             sys.executable,
             "-m",
             "draftmill.judging",
             str(model_folder),
-            json.dumps({name: config[name] for name in ("validation", "prompts")}),
+            needed,
+            str(retokenised_share),
         ]
         self._idle: SimpleQueue[subprocess.Popen[bytes]] = SimpleQueue()
         self._workers = [
@@ -237,9 +239,8 @@ class Judges:
         for worker in self._workers:
             if kind is not None:
                 worker.kill()
-            cast(Any, worker.stdin).close()
-            worker.wait()
-            cast(Any, worker.stdout).close()
+            with suppress(BrokenPipeError), worker:  # closes the pipes, which ends the worker, and waits
+                pass
 
     def in_order(self, batches: Iterator[tuple[pa.Table, list[int]]]) -> Iterator[Batch]:
         """Every batch judged, in the order given, a few in work at once."""
@@ -256,16 +257,17 @@ class Judges:
         assert worker.stdin is not None
         assert worker.stdout is not None
         try:
-            write_table(cast(Any, worker.stdin), table)
-            judged = read_table(cast(Any, worker.stdout))
+            write_table(worker.stdin, table)
+            judged = read_table(worker.stdout)
         except BrokenPipeError:
             judged = None
+        finally:
+            self._idle.put(worker)  # a dead one too: whoever takes it fails at once instead of waiting
         if judged is None:
             raise UserError(
                 f"A worker of the merge ended with code {worker.wait()} on the rows {table['id'][0]} to "
                 f"{table['id'][-1]}; its error stands above."
             )
-        self._idle.put(worker)
         return judged
 
 

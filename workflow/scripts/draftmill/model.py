@@ -68,7 +68,9 @@ def locate(settings: dict[str, Any]) -> Path | None:
         return path.resolve()
     if wanted.count("/") == 1 and not wanted.startswith((".", "/", "~")) and not wanted.endswith(".gguf"):
         return None
-    raise UserError(f"model.path {wanted} does not exist; give a model folder, a .gguf file, or a hub id org/name.")
+    raise UserError(
+        f"model.path {wanted} does not exist; give a model folder, a .gguf file, or a hub id org/name."
+    )
 
 
 def freeze(settings: dict[str, Any], location: Path, folder: Path) -> Model:
@@ -80,10 +82,14 @@ def freeze(settings: dict[str, Any], location: Path, folder: Path) -> Model:
         try:
             facts["template"] = Path(own_template).read_text(encoding="utf-8")
         except OSError as fault:
-            raise UserError(f"model.chat_template {own_template} cannot be read: {fault.strerror}.") from fault
+            raise UserError(
+                f"model.chat_template {own_template} cannot be read: {fault.strerror}."
+            ) from fault
     template = facts.pop("template")
     if not template:
-        raise UserError(f"The model at {location} has no chat template; set model.chat_template to a Jinja file.")
+        raise UserError(
+            f"The model at {location} has no chat template; set model.chat_template to a Jinja file."
+        )
     (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
     context = facts["context_length"]
     if settings["context_length"]:
@@ -100,7 +106,9 @@ def freeze(settings: dict[str, Any], location: Path, folder: Path) -> Model:
         vocab_size=backend.get_vocab_size(with_added_tokens=True),
         **{**facts, "context_length": context},
     )
-    (folder / "model.json").write_text(json.dumps(asdict(model), indent=1, ensure_ascii=False), encoding="utf-8")
+    (folder / "model.json").write_text(
+        json.dumps(asdict(model), indent=1, ensure_ascii=False), encoding="utf-8"
+    )
     return model
 
 
@@ -124,7 +132,9 @@ def _folder_facts(location: Path, folder: Path) -> dict[str, Any]:
     tokenizer_config = _json(location / "tokenizer_config.json")
     generation_config = _json(location / "generation_config.json")
     template_file = location / "chat_template.jinja"
-    template = template_file.read_text("utf-8") if template_file.exists() else tokenizer_config.get("chat_template")
+    template = (
+        template_file.read_text("utf-8") if template_file.exists() else tokenizer_config.get("chat_template")
+    )
     if isinstance(template, list):  # several named templates; the one for chats is called default
         template = next((t["template"] for t in template if t.get("name") == "default"), None)
     backend = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
@@ -134,7 +144,11 @@ def _folder_facts(location: Path, folder: Path) -> dict[str, Any]:
         if (token := tokenizer_config.get(name))
     }
     text_config = config.get("text_config", config)
-    stops = [generation_config.get("eos_token_id"), text_config.get("eos_token_id"), config.get("eos_token_id")]
+    stops = [
+        generation_config.get("eos_token_id"),
+        text_config.get("eos_token_id"),
+        config.get("eos_token_id"),
+    ]
     eos = {i for stop in stops if stop is not None for i in (stop if isinstance(stop, list) else [stop])}
     if special.get("eos_token"):
         eos.add(backend.token_to_id(special["eos_token"]))
@@ -187,7 +201,9 @@ def _gguf_facts(location: Path, folder: Path) -> dict[str, Any]:
     return {
         "name": location.stem,
         "kind": "gguf",
-        "identity": _identity([architecture, layers, value("general.name"), value("general.file_type")], [location]),
+        "identity": _identity(
+            [architecture, layers, value("general.name"), value("general.file_type")], [location]
+        ),
         "context_length": int(value(f"{architecture}.context_length")),
         "eos_token_ids": tuple(sorted({int(i) for i in (eos, end_of_turn) if i is not None})),
         "special_tokens": {name: tokens[i] for name, i in ids.items() if i is not None},
@@ -205,16 +221,22 @@ def _bpe(location: Path, family: str, split: str, tokens: list[str], value: Any)
             "use the model's Hugging Face folder instead of the GGUF file."
         )
     merges = [tuple(pair.split(" ", 1)) for pair in value("tokenizer.ggml.merges")]
-    backend = tokenizers.Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=merges))
+    backend = tokenizers.Tokenizer(
+        models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=merges)
+    )
     backend.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     )
     backend.decoder = decoders.ByteLevel()
-    types = value("tokenizer.ggml.token_type")
+    kinds = list(zip(tokens, value("tokenizer.ggml.token_type"), strict=True))
     backend.add_special_tokens(
-        [tokenizers.AddedToken(t, normalized=False, special=True) for t, kind in zip(tokens, types) if kind == CONTROL]
+        [
+            tokenizers.AddedToken(text, normalized=False, special=True)
+            for text, kind in kinds
+            if kind == CONTROL
+        ]
     )
     backend.add_tokens(
-        [tokenizers.AddedToken(t, normalized=False) for t, kind in zip(tokens, types) if kind == USER_DEFINED]
+        [tokenizers.AddedToken(text, normalized=False) for text, kind in kinds if kind == USER_DEFINED]
     )
     return backend

@@ -4,15 +4,17 @@ Knows client events, telemetry samples and published states, already read, and t
 a file, a clock or a server (status.py does).
 """
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from statistics import fmean, stdev
 
 from draftmill.bottleneck import diagnose
 from draftmill.errors import UserError
 from draftmill.plots import number as said
 from draftmill.records import Server, number, optional, text
-from draftmill.statistics import PAUSE_S, duration
+from draftmill.statistics import PAUSE_S
 from draftmill.telemetry import Sample
 from draftmill.verdicts import engine_of
 
@@ -119,7 +121,7 @@ def server_now(server: Server, state: Mapping[str, object], samples: Sequence[Sa
         gpus=len(server.gpus),
         error=text(state, "error") or None,
         log=text(state, "log") or None,
-        binds=binding(recent, server) if live else None,
+        binds=binding(recent, server) if live and standing == "ready" else None,
     )
 
 
@@ -206,7 +208,7 @@ def time_left(part: Sequence[Sequence[Event]], left: int, t: float) -> Left | No
     start = min((number(events[0], "t") for events in part), default=t)
     edges = [t - step * RECENT_S for step in range(WINDOWS + 1) if t - step * RECENT_S >= start]
     totals = [sum(finished_turns(events, edge) for events in part) for edge in edges]
-    rates = [(later - earlier) / RECENT_S for later, earlier in zip(totals, totals[1:], strict=False)]
+    rates = [(later - earlier) / RECENT_S for later, earlier in pairwise(totals)]
     finished = totals[0] - totals[-1] if totals else 0.0
     if len(rates) < 3 or finished < 5:
         return None
@@ -242,7 +244,7 @@ def summary(
         turns=planned,
         done=done,
         tok_s=sum(rates) if rates else None,
-        mean_tok_s=tokens / (end - start) if end > start else None,
+        mean_tok_s=tokens / (end - start) if tokens and end > start else None,
         running=sum(server.running or 0 for server in servers),
         queued=sum(server.queued or 0 for server in servers),
         failed=sum(int(value_at(events, "failed", t)) for events in part),
@@ -262,13 +264,14 @@ def line(progress: Progress) -> str:
     rates = []
     if progress.tok_s is not None:
         rates.append(f"{said(progress.tok_s)} tok/s now")
+        if progress.devices > 1:
+            kind = "GPU" if any(server.gpus for server in progress.servers) else "server"
+            rates.append(f"{said(progress.tok_s / progress.devices)} per {kind}")
     if progress.mean_tok_s is not None:
-        rates.append(f"{said(progress.mean_tok_s)} since the start")
-    if progress.tok_s is not None and progress.devices > 1:
-        kind = "GPU" if any(server.gpus for server in progress.servers) else "server"
-        rates.append(f"{said(progress.tok_s / progress.devices)} per {kind}")
+        rates.append(f"{said(progress.mean_tok_s)}{'' if rates else ' tok/s'} since the start")
     parts.append(", ".join(rates) or "no rate yet")
-    parts.append(f"{progress.running:,} running, {progress.queued:,} queued")
+    if progress.running or progress.queued or progress.done < progress.turns:
+        parts.append(f"{progress.running:,} running, {progress.queued:,} queued")
     trouble = [
         f"{progress.failed:,} failed tries" if progress.failed else "",
         fleet_trouble(progress.servers),
@@ -282,10 +285,11 @@ def line(progress: Progress) -> str:
 
 def fleet_trouble(servers: Sequence[ServerNow]) -> str:
     """Servers that are not ready, by state; empty where all are."""
-    states = [server.state for server in servers if server.state not in ("ready", "stopped")]
+    states = Counter(server.state for server in servers if server.state not in ("ready", "stopped"))
     names = {"given_up": "given up", "silent": "without a sign of life"}
     return ", ".join(
-        f"{states.count(name)} server(s) {names.get(name, name)}" for name in sorted(set(states))
+        f"{count} server{'s' if count > 1 else ''} {names.get(state, state)}"
+        for state, count in sorted(states.items())
     )
 
 
@@ -295,7 +299,15 @@ def left_said(left: Left | None) -> str:
         return "time left not known yet"
     if left.seconds <= 0:
         return "all turns done"
-    return f"about {duration(left.seconds)} left ({duration(left.soonest)} to {duration(left.latest)})"
+    return f"{roughly(left.seconds)} left ({roughly(left.soonest)} to {roughly(left.latest)})"
+
+
+def roughly(seconds: float) -> str:
+    """A stretch of time in one unit: 42 s, 35 min, 5.9 h, 2.58 d."""
+    for below, size, unit in ((100, 1, "s"), (6_000, 60, "min"), (172_800, 3_600, "h")):
+        if seconds < below:
+            return f"{seconds / size:.3g} {unit}" if unit == "h" else f"{seconds / size:.0f} {unit}"
+    return f"{seconds / 86_400:.3g} d"
 
 
 def prometheus(progress: Progress) -> str:

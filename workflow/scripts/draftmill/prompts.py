@@ -216,13 +216,42 @@ class _Guarded(io.RawIOBase):
         return len(data)
 
 
+class _Zstd(io.RawIOBase):
+    """A zstd file unpacked frame by frame; the package's own reader takes a cut file for a whole one."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self._left = b""  # packed bytes behind the last frame
+        self._ready = b""
+        self._frame: Any = None
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._ready:
+            packed = self._left or self._file.read(1024)  # little: a byte can unpack to 30,000
+            self._left = b""
+            if not packed:
+                if self._frame is not None:
+                    raise EOFError("it ends inside a zstd frame")
+                return 0
+            if self._frame is None:
+                self._frame = zstandard.ZstdDecompressor(max_window_size=1 << 27).decompressobj()
+            self._ready = self._frame.decompress(packed)
+            if self._frame.eof:
+                self._left, self._frame = self._frame.unused_data, None
+        count = min(len(buffer), len(self._ready))
+        buffer[:count] = self._ready[:count]
+        self._ready = self._ready[count:]
+        return count
+
+
 def _unpacked(file: BinaryIO, path: Path, start: bytes) -> BinaryIO:
     if start[:2] == b"\x1f\x8b":
         packed: Any = gzip.GzipFile(fileobj=file)
     elif start[:4] == b"\x28\xb5\x2f\xfd":
-        packed = zstandard.ZstdDecompressor(max_window_size=1 << 27).stream_reader(
-            file, read_across_frames=True
-        )
+        packed = _Zstd(file)
     else:
         return file
     return cast(BinaryIO, io.BufferedReader(_Guarded(packed, path), CHUNK))
@@ -245,6 +274,8 @@ class _Json:
 
     _SPACE = re.compile(r"[ \t\r\n]*")
     _GAP = re.compile(r"[ \t\r\n,]*")
+    _ARRAY_OF_OBJECTS = re.compile(r"\[[ \t\r\n]*\{")
+    _ROW_KEYS = frozenset(("messages", "conversations", "prompt", "instruction"))
 
     def __init__(self, stream: BinaryIO, path: Path) -> None:
         self._stream = stream
@@ -293,17 +324,16 @@ class _Json:
 
     def _is_chat(self) -> bool:
         """Whether the array at the cursor is one conversation (a list of messages) and not a list of rows."""
-        array = self._at
-        self._at += 1
+        while len(self._text) - self._at < CHUNK and not self._ended:
+            self._fill()
+        opening = self._ARRAY_OF_OBJECTS.match(self._text, self._at)
+        if opening is None:
+            return False
         try:
-            if not self._skip(self._SPACE) or self._text[self._at] != "{":
-                return False
-            first = self._value(in_array=True)
-        finally:
-            self._at = array
-        return isinstance(first, dict) and bool(first.keys() & {"role", "from"}) and not first.keys() & {
-            "messages", "conversations", "prompt", "instruction"
-        }  # fmt: skip
+            first, _ = self._scan(self._text, opening.end() - 1)
+        except (ValueError, RecursionError, _Fatal):
+            return False
+        return bool(first.keys() & {"role", "from"}) and not first.keys() & self._ROW_KEYS
 
     def _value(self, in_array: bool) -> Any:
         """The value at the cursor, which moves behind it; _Fatal moves it to where reading can go on."""

@@ -262,6 +262,25 @@ def without(asked: Iterable[str], others: Sequence[str]) -> list[str]:
     return kept
 
 
+def changes(before: ServerFlags, after: ServerFlags) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The flags to add to the first to come to the second, and those of the first that must go for it."""
+    old, new = _settings(before.asked), _settings(after.asked)
+    add = [words for words in new if words not in old]
+    drop = [words for words in old if words not in new]
+    return tuple(w for words in add for w in words), tuple(w for words in drop for w in words)
+
+
+def _settings(asked: Sequence[str]) -> list[tuple[str, ...]]:
+    """Flags with their values: a word that starts no flag belongs to the one before it."""
+    found: list[tuple[str, ...]] = []
+    for word in asked:
+        if word.startswith("--") or not found:
+            found.append((word,))
+        else:
+            found[-1] = (*found[-1], word)
+    return found
+
+
 def without_settings(asked: Iterable[str], fields: Iterable[str]) -> list[str]:
     """The flags as asked less those that set the named fields of ServerFlags."""
     names = set(fields)

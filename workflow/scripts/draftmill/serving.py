@@ -6,7 +6,6 @@ stay outside the DAG.
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,12 +14,12 @@ from typing import Any
 import requests
 
 from draftmill import config as settings
-from draftmill import engines
+from draftmill import engines, tuning
+from draftmill.engines.sglang import known_flags
 from draftmill.errors import UserError
 from draftmill.fleet.slots import Slot, slots
 from draftmill.model import Model
-
-TUNED = Path("tuning") / "winner.json"
+from draftmill.server_flags import Dialect, dialect_of_help
 
 
 def engine_name(operation: Mapping[str, Any], model: Model) -> str:
@@ -51,29 +50,29 @@ def check(config: settings.Config, model: Model) -> None:
         )
 
 
-def server_spec(config: settings.Config, results: Path, slot: Slot) -> engines.ServerSpec:
-    """The spec of ``slot``'s server."""
+def server_spec(
+    config: settings.Config, results: Path, slot: Slot, trial: Mapping[str, Any] | None = None
+) -> engines.ServerSpec:
+    """The spec of ``slot``'s server; ``trial`` is a setting of the tuner's: all operational flags, and
+    values to lay over the model block."""
     operation = config["operation"]
     server = operation["server"]
     model = Model.load(results / "model")
     name = engine_name(operation, model)
-    flags = settings.server_flags(config)
+    flags = settings.server_flags(config).words if trial is None else tuple(trial["flags"])
+    if trial is None:
+        flags = tuning.adopted_flags(config, results) or flags
     return engines.ServerSpec(
         engine=name,
         model_path=model.path,
         context_length=model.context_length,
-        numerics=engines.load(name).numerics_flags(config["model"]),
-        flags=flags.words + (_tuned(results) if flags.tuned else ()),
+        numerics=engines.load(name).numerics_flags({**config["model"], **(trial or {}).get("model", {})}),
+        flags=flags,
         capacity=server["capacity"],
         threads=server["threads"] or max(1, (os.cpu_count() or 1) // max(1, len(slots(operation)))),
         gpus=tuple(gpu.uuid for gpu in slot.gpus),
         env=dict(server["env"]),
     )
-
-
-def _tuned(results: Path) -> tuple[str, ...]:
-    path = results / TUNED
-    return tuple(json.loads(path.read_text())["flags"]) if path.exists() else ()
 
 
 def dialect(address: str, key: str) -> engines.Engine | None:
@@ -86,3 +85,12 @@ def dialect(address: str, key: str) -> engines.Engine | None:
         except requests.RequestException:
             return None
     return None
+
+
+def dialect_of(version: str, environment: Mapping[str, str]) -> Dialect:
+    """The flags and values that the installed SGLang knows, as the capacity model wants them."""
+    known = known_flags(environment)
+    page = "\n".join(
+        f"  {flag} {{{','.join(values)}}}" if values else f"  {flag}" for flag, values in known.items()
+    )
+    return dialect_of_help(page, version)

@@ -31,6 +31,7 @@ from draftmill.progress import (
     ShardNow,
     line,
     prometheus,
+    roughly,
     server_now,
     shard_now,
     summary,
@@ -45,7 +46,6 @@ from draftmill.records import (
     text,
     write_aside,
 )
-from draftmill.statistics import duration
 from draftmill.telemetry import Sample
 
 PATIENCE = 3.0
@@ -201,10 +201,14 @@ def picture(results: Path) -> RenderableType:
         parts.append(shards_table(found.shards))
     if found.rejects:
         parts.append(rejects_table(found.rejects, found.turns))
-    needed = "not known yet" if room.needed_bytes is None else f"about {_bytes(room.needed_bytes)}"
     short = room.needed_bytes is not None and room.needed_bytes > room.free_bytes
-    style = "bold red" if short else "default"
-    parts.append(f"Disk: [{style}]{_bytes(room.free_bytes)} free[/], {needed} still to come")
+    free = f"Disk: [{'bold red' if short else 'default'}]{_bytes(room.free_bytes)} free[/]"
+    if room.needed_bytes is None:
+        parts.append(f"{free}; what the run will take is not known yet")
+    elif room.needed_bytes:
+        parts.append(f"{free}, about {_bytes(room.needed_bytes)} still to come")
+    else:
+        parts.append(free)
     return Group(*parts)
 
 
@@ -219,19 +223,17 @@ STYLES = {
 
 def servers_table(servers: Sequence[ServerNow], t: float) -> Table:
     """One row per server."""
-    table = Table(
-        "server", "state", "since", title="Servers", title_justify="left", box=None, padding=(0, 2, 0, 0)
+    table = _table(
+        "Servers", ("server", "state"), ("since", "restarts", "running", "queued", "KV", "slots", "tok/s")
     )
-    for name in ("restarts", "running", "queued", "KV", "state slots", "tok/s"):
-        table.add_column(name, justify="right")
-    table.add_column("binds")
+    table.add_column("binds", no_wrap=True)
     for server in servers:
         style = STYLES.get(server.state, "default")
         running = "-" if server.running is None else f"{server.running}/{server.capacity or '?'}"
         table.add_row(
             escape(server.server),
             f"[{style}]{server.state.replace('_', ' ')}[/]",
-            duration(t - server.since) if server.since else "-",
+            roughly(t - server.since) if server.since else "-",
             str(server.restarts),
             running,
             _cell(server.queued),
@@ -252,9 +254,7 @@ def shards_table(shards: Sequence[ShardNow]) -> Table:
     shown = sorted(shards, key=lambda shard: order[shard.state])[:MOST_SHARDS]
     states = Counter(shard.state for shard in shards)
     title = "Shards: " + ", ".join(f"{states[name]} {name}" for name in order if states[name])
-    table = Table("shard", "state", title=title, title_justify="left", box=None, padding=(0, 2, 0, 0))
-    for name in ("turns done", "running", "failed tries", "tok/s", "left"):
-        table.add_column(name, justify="right")
+    table = _table(title, ("shard", "state"), ("turns done", "running", "failed tries", "tok/s", "left"))
     for shard in shown:
         table.add_row(
             escape(shard.shard),
@@ -263,20 +263,27 @@ def shards_table(shards: Sequence[ShardNow]) -> Table:
             f"{shard.in_flight}" if shard.state == "running" else "-",
             str(shard.failed),
             "-" if shard.tok_s is None else said(shard.tok_s),
-            "-" if shard.left_s is None else duration(shard.left_s),
+            "-" if shard.left_s is None else roughly(shard.left_s),
         )
     return table
 
 
 def rejects_table(reasons: Mapping[str, int], turns: int) -> Table:
     """Rejects by reason."""
-    table = Table("reason", title="Rejected turns", title_justify="left", box=None, padding=(0, 2, 0, 0))
-    table.add_column("turns", justify="right")
-    table.add_column("share", justify="right")
+    table = _table("Rejected turns", ("reason",), ("turns", "share"))
     for reason, count in reasons.items():
         table.add_row(
             escape(reason.replace("_", " ")), f"{count:,}", f"{100 * count / turns:.3g} %" if turns else "-"
         )
+    return table
+
+
+def _table(title: str, names: Sequence[str], figures: Sequence[str]) -> Table:
+    table = Table(title=title, title_justify="left", title_style="bold", box=None, padding=(0, 1, 0, 0))
+    for name in names:
+        table.add_column(name, no_wrap=True)
+    for name in figures:
+        table.add_column(name, justify="right", no_wrap=True)
     return table
 
 

@@ -48,7 +48,9 @@ class Tokenizer:
 
     def decode_batch(self, many: Sequence[Sequence[int]], keep_special: bool = True) -> list[str]:
         """As ``decode`` for many id lists."""
-        return list(self.backend.decode_batch([list(ids) for ids in many], skip_special_tokens=not keep_special))
+        return list(
+            self.backend.decode_batch([list(ids) for ids in many], skip_special_tokens=not keep_special)
+        )
 
     def without_stop(self, ids: Sequence[int]) -> list[int]:
         """``ids`` without one trailing special token (the stop token that the model sampled)."""

@@ -81,8 +81,13 @@ class Engine(Protocol):
         the owner reads (``key_file`` holds it), never on the command line."""
         ...
 
-    def facts(self, address: str, key: str) -> Facts | None:
-        """What the server at ``address`` says of itself once it is ready; None before."""
+    def facts(self, address: str, key: str, log: Path | None = None) -> Facts | None:
+        """What the server at ``address`` says of itself once it is ready; None before. ``log``: its log,
+        for what an older version says nowhere else."""
+        ...
+
+    def start_failed(self, log_tail: str) -> bool:
+        """Whether a start can no longer succeed although the process lives on, from the end of its log."""
         ...
 
     def metrics(self, address: str, key: str) -> str:

@@ -19,7 +19,16 @@ DEFAULT_CAPACITY = 8
 PENALTY_WINDOW = 65_536  # tokens that penalties look back on: all of them, as in SGLang
 # The sampling parameters that llama.cpp calls by another name, or counts otherwise.
 _NAMES = {"max_tokens": "n_predict", "repetition_penalty": "repeat_penalty"}
-_PLAIN = ("temperature", "top_p", "min_p", "frequency_penalty", "presence_penalty", "stop", "ignore_eos", "seed")
+_PLAIN = (
+    "temperature",
+    "top_p",
+    "min_p",
+    "frequency_penalty",
+    "presence_penalty",
+    "stop",
+    "ignore_eos",
+    "seed",
+)
 _KNOWN_FLAGS = frozenset({"--no-cache-prompt"})
 
 
@@ -38,7 +47,9 @@ class LlamaCpp:
                 )
         for field in ("adapters", "overrides"):
             if model[field]:
-                raise UserError(f"model.{field} is not supported by the llamacpp engine; use the sglang engine.")
+                raise UserError(
+                    f"model.{field} is not supported by the llamacpp engine; use the sglang engine."
+                )
         return ()
 
     def launch(self, spec: ServerSpec, port: int, key_file: Path, folder: Path) -> Launch:
@@ -58,9 +69,11 @@ class LlamaCpp:
             "key_file": str(key_file),
             "cache_prompt": "--no-cache-prompt" not in spec.flags,
         }
-        return Launch((sys.executable, str(SERVE), json.dumps(settings)))
+        # Waiting threads sleep instead of spinning: on a machine that does something else too, spinning
+        # costs far more than it saves.
+        return Launch((sys.executable, str(SERVE), json.dumps(settings)), {"OMP_WAIT_POLICY": "passive"})
 
-    def facts(self, address: str, key: str) -> Facts | None:
+    def facts(self, address: str, key: str, log: Path | None = None) -> Facts | None:
         try:
             props = requests.get(f"{address}/props", headers=_bearer(key), timeout=10)
             if not props.ok:
@@ -83,14 +96,17 @@ class LlamaCpp:
         return reply.text
 
     def request(self, prompt_ids: Sequence[int], sampling: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-        if sampling["stop_token_ids"] or sampling["min_new_tokens"]:
-            raise UserError(
-                "sampling.stop_token_ids and sampling.min_new_tokens are not supported by the llamacpp engine; "
-                "use sampling.stop, or the sglang engine."
-            )
+        for name in ("stop_token_ids", "min_new_tokens", "stop_regex", "logit_bias"):
+            if sampling[name]:
+                raise UserError(
+                    f"sampling.{name} is not supported by the llamacpp engine; leave it out, or use the sglang engine."
+                )
         body = {_NAMES.get(name, name): sampling[name] for name in (*_PLAIN, *_NAMES)}
         # SGLang's -1 (all tokens) is llama.cpp's 0; the rest of its samplers are switched off.
-        body |= {"top_k": max(0, sampling["top_k"]), "samplers": ["penalties", "top_k", "top_p", "min_p", "temperature"]}
+        body |= {
+            "top_k": max(0, sampling["top_k"]),
+            "samplers": ["penalties", "top_k", "top_p", "min_p", "temperature"],
+        }
         body |= {"repeat_last_n": PENALTY_WINDOW, "return_tokens": True}
         return "/completion", {"prompt": list(prompt_ids), **body}
 
@@ -98,7 +114,9 @@ class LlamaCpp:
         try:
             reply = json.loads(body)
         except ValueError as fault:
-            raise Transient(f"the server answered {status} with something that is no JSON: {body[:80]!r}") from fault
+            raise Transient(
+                f"the server answered {status} with something that is no JSON: {body[:80]!r}"
+            ) from fault
         if status == 400:
             raise Refused(str(reply.get("error", {}).get("message", reply)))
         if status != 200 or not isinstance(reply.get("tokens"), list):
@@ -111,6 +129,9 @@ class LlamaCpp:
             cached_tokens=int(timings.get("cache_n", 0)),
             latency_s=(timings.get("prompt_ms", 0.0) + timings.get("predicted_ms", 0.0)) / 1000,
         )
+
+    def start_failed(self, log_tail: str) -> bool:
+        return False  # its process ends when it cannot serve
 
     def likely_cause(self, log_tail: str) -> str:
         signs = {

@@ -349,7 +349,9 @@ class Client(Generic[T]):
             if any(link.public.get("state") != "given_up" for link in self._links.values()):
                 self._last_hope = time.monotonic()
             elif time.monotonic() - self._last_hope > HOPELESS_S:
-                raise UserError("No server is left.\n" + "\n".join(str(x.public["error"]) for x in self._links.values()))
+                raise UserError(
+                    "No server is left.\n" + "\n".join(str(x.public["error"]) for x in self._links.values())
+                )
         elif time.monotonic() - self._last_link > NO_SERVER_S:
             raise UserError(
                 f"No server's supervisor could be reached for {NO_SERVER_S:.0f} s; "
@@ -372,7 +374,10 @@ class Client(Generic[T]):
                 self._in_flight += 1
                 public = link.public
                 server = Server(
-                    f"{self.fleet.host.name}/{name}", public["address"], public["engine"], str(public["version"])
+                    f"{self.fleet.host.name}/{name}",
+                    public["address"],
+                    public["engine"],
+                    str(public["version"]),
                 )
                 task.attempts += 1
                 task.alone = link.alone
@@ -390,9 +395,9 @@ class Client(Generic[T]):
             try:
                 follow_up = self.give_up(task.what, "refused", str(refusal))
                 self._finish(_Done(name, epoch, number, task, follow_up=follow_up))
-            except Exception as fault:
+            except Exception as fault:  # noqa: BLE001  raised again in the caller's thread
                 self._finish(_Done(name, epoch, number, task, fault=fault))
-        except Exception as fault:
+        except Exception as fault:  # noqa: BLE001  raised again in the caller's thread
             self._finish(_Done(name, epoch, number, task, fault=fault))
 
     def _finish(self, done: _Done) -> None:
@@ -439,7 +444,13 @@ class Client(Generic[T]):
         if link.failures >= BREAKER_AFTER and link.closed_until <= time.monotonic():
             pause = min(60.0, 2.0 ** (link.failures - BREAKER_AFTER))
             link.closed_until = time.monotonic() + pause
-            log.warning("%s failed %d times in a row (%s): pausing it %.0f s", done.link, link.failures, task.last_fault, pause)
+            log.warning(
+                "%s failed %d times in a row (%s): pausing it %.0f s",
+                done.link,
+                link.failures,
+                task.last_fault,
+                pause,
+            )
         if task.tries >= TRIES:
             self._given_up.append(task)
             log.error("turn %s failed %d times: %s", task.what, task.tries, task.last_fault)

@@ -21,7 +21,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from draftmill.fleet import processes  # noqa: E402  (the package is found beside this file)
+from draftmill.fleet import processes
 
 LOG_BYTES = 20_000_000  # the log moves to <log>.1 beyond this size, and the .1 before it is dropped
 
@@ -63,7 +63,7 @@ def main() -> int:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            preexec_fn=lambda: processes.die_with_parent(signal.SIGKILL, me),
+            preexec_fn=lambda: processes.die_with_parent(signal.SIGKILL, me),  # noqa: PLW1509  no thread runs yet
         )
     except OSError as fault:
         log.write(f"cannot start {arguments.command[0]}: {fault.strerror}\n".encode())

@@ -81,7 +81,7 @@ class Lease:
         with connection:
             heard = b""
             while True:
-                ready, _, _ = select.select([asked, owner, connection], [], [])
+                ready, _, _ = select.select([asked, owner, connection.fileno()], [], [])
                 if asked in ready or owner in ready:
                     return False
                 try:

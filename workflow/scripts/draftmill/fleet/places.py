@@ -24,7 +24,9 @@ def user_folder() -> Path:
     folder = Path(os.environ.get("DRAFTMILL_RUNTIME_DIR", default))
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     if folder.stat().st_uid != os.getuid():
-        raise UserError(f"{folder} belongs to another user; set DRAFTMILL_RUNTIME_DIR to a folder of your own.")
+        raise UserError(
+            f"{folder} belongs to another user; set DRAFTMILL_RUNTIME_DIR to a folder of your own."
+        )
     folder.chmod(0o700)
     return folder
 

@@ -107,11 +107,10 @@ def adopt_orphans() -> None:
 def descendants(root: int) -> list[Process]:
     """All running processes below ``root``, whatever group or session they moved to."""
     parents: dict[int, list[int]] = {}
-    for entry in os.listdir("/proc"):
-        if entry.isdigit():
-            stat = _stat(int(entry))
-            if stat is not None and stat[0] not in ("Z", "X"):
-                parents.setdefault(int(stat[1]), []).append(int(entry))
+    for pid in _pids():
+        stat = _stat(pid)
+        if stat is not None and stat[0] not in ("Z", "X"):
+            parents.setdefault(int(stat[1]), []).append(pid)
     found: list[Process] = []
     todo = [root]
     while todo:
@@ -127,16 +126,24 @@ def carrying(marker: str) -> list[Process]:
     """All running processes of this user, but this one, whose environment at their start held ``marker``."""
     needle = marker.encode()
     found = []
-    for entry in os.listdir("/proc"):
-        if entry.isdigit() and int(entry) != os.getpid():
-            try:
-                environment = Path(f"/proc/{entry}/environ").read_bytes()
-            except OSError:
-                continue
-            process = Process.of(int(entry))
-            if needle in environment.split(b"\0") and process is not None and process.alive:
-                found.append(process)
+    for pid in _pids():
+        try:
+            environment = Path(f"/proc/{pid}/environ").read_bytes()
+        except OSError:
+            continue
+        process = Process.of(pid)
+        if (
+            pid != os.getpid()
+            and needle in environment.split(b"\0")
+            and process is not None
+            and process.alive
+        ):
+            found.append(process)
     return found
+
+
+def _pids() -> list[int]:
+    return [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
 
 
 def sweep(variable: str, mark: str) -> None:

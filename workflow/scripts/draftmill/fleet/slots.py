@@ -47,7 +47,8 @@ def installed_gpus() -> tuple[tuple[Gpu, tuple[str, ...]], ...]:
         elif uuid.startswith("MIG-"):
             instances.setdefault(current, []).append(uuid)
     return tuple(
-        (Gpu(uuid, name, int(float(memory)) << 20), tuple(instances.get(uuid, ()))) for uuid, name, memory in rows
+        (Gpu(uuid, name, int(float(memory)) << 20), tuple(instances.get(uuid, ())))
+        for uuid, name, memory in rows
     )
 
 
@@ -67,9 +68,7 @@ def visible_gpus(
     """
     wanted = environment.get("CUDA_VISIBLE_DEVICES")
     if wanted is None:
-        return tuple(
-            gpu if not instances else Gpu(instances[0], gpu.name, 0) for gpu, instances in installed
-        )
+        return tuple(gpu if not instances else Gpu(instances[0], gpu.name, 0) for gpu, instances in installed)
     found: list[Gpu] = []
     for entry in (part.strip() for part in wanted.split(",")):
         gpu = _named(entry, installed)

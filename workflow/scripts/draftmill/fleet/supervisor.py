@@ -7,6 +7,8 @@ A detached process, one a slot. It speaks lines of JSON over a Unix socket:
                              {"want", "seen", "returned", "alone"} (counts that only grow, but want)
     to everybody             {"server": {...}} when something changed, {"down": epoch, "reason": …}
     to a client              {"granted": n, "epoch": epoch, "alone": bool}
+    from the tuner           {"trial": {"flags": […], "model": {…}}}: serve with these instead, nobody but the
+                             tuner, until it goes; {"trial_failed": reason} back when that cannot be
 
 It never sees a prompt or an answer.
 """
@@ -55,6 +57,10 @@ class _Down(Exception):
     """The server is gone or useless; the text says why."""
 
 
+class _Replaced(Exception):
+    """The server is fine, but another setting is wanted."""
+
+
 class _GivenUp(Exception):
     """No further start makes sense; the text says why."""
 
@@ -84,13 +90,15 @@ class _Progress:
 class Supervisor:
     """The server of one slot, from its first wanted turn to the end of the fleet."""
 
-    def __init__(self, fleet: Fleet, slot: Slot, config: Mapping[str, Any]) -> None:
+    def __init__(self, fleet: Fleet, slot: Slot, config: dict[str, Any]) -> None:
         self.fleet, self.slot, self.config = fleet, slot, config
         self.operation: Mapping[str, Any] = config["operation"]
         self.settings: Mapping[str, Any] = self.operation["server"]
         self.permits = Permits()
         self.connections: dict[int, _Connection] = {}
         self.demand = asyncio.Event()
+        self.trial: dict[str, Any] | None = None  # the tuner's setting, while there is a tuner
+        self.changed = asyncio.Event()
         self.ending = asyncio.Event()
         self.engine: engines.Engine | None = None
         self.spec: engines.ServerSpec | None = None
@@ -159,10 +167,20 @@ class Supervisor:
             async with contextlib.AsyncExitStack() as held:
                 await self._take_gpus(held)
                 while True:
+                    self.changed.clear()
                     try:
                         await self._one_engine()
-                    except _Down as reason:
-                        await self._recover(str(reason))
+                    except _Replaced:
+                        await self._put_away("replaced by another setting")
+                    except (_Down, UserError) as reason:
+                        if self.trial is None and isinstance(reason, UserError):
+                            raise
+                        if self.trial is None:
+                            await self._recover(str(reason))
+                            continue
+                        await self._put_away(str(reason))
+                        self._tell({"trial_failed": str(reason)})
+                        await self.changed.wait()
         except (_GivenUp, UserError) as reason:
             self.error = str(reason)
             log.error("%s", reason)
@@ -207,14 +225,15 @@ class Supervisor:
         self.startups[-1]["ready_at"] = time.time()
         self.answers_at_start = self.answers
         fixed = self.operation["client"]["concurrency"]
-        self.permits.limit = fixed or self.facts.capacity + self._queue_depth(self.facts.capacity)
+        at_once = fixed or self.facts.capacity + self._queue_depth(self.facts.capacity)
         log.info(
             "ready at %s: it runs %d turns at once, so %d are sent to it%s",
             self.address,
             self.facts.capacity,
-            self.permits.limit,
+            at_once,
             " (operation.client.concurrency)" if fixed else "",
         )
+        self.permits.limit = 0 if self.trial is not None else at_once
         self.progress = _Progress()
         self._become("ready")
         self._grant()
@@ -227,7 +246,7 @@ class Supervisor:
 
     async def _start(self) -> None:
         self._become("starting")
-        self.spec = serving.server_spec(self.config, self.fleet.results, self.slot)
+        self.spec = serving.server_spec(self.config, self.fleet.results, self.slot, self.trial)
         self.engine = engines.load(self.spec.engine)
         key_file = self.fleet.key_file()
         self.key = key_file.read_text()
@@ -262,13 +281,21 @@ class Supervisor:
         with server_log.open("ab") as file:
             file.write(f"\n=== start {self.epoch} at {time.strftime('%Y-%m-%d %H:%M:%S')}\n".encode())
         inherited = {name: value for name, value in os.environ.items() if name not in THREAD_VARIABLES}
-        environment = {**inherited, **launch.env, **self.spec.env, SLOT_VARIABLE: self.fleet.mark(self.slot.name)}
+        environment = {
+            **inherited,
+            **launch.env,
+            **self.spec.env,
+            SLOT_VARIABLE: self.fleet.mark(self.slot.name),
+        }
         if self.slot.gpus:
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpu.uuid for gpu in self.slot.gpus)
         head = [sys.executable, str(KEEPER), "--parent", str(os.getpid()), "--log", str(server_log)]
         head += ["--redact", str(key_file), "--grace", str(GRACE_S), "--"]
         return subprocess.Popen(
-            [*head, *launch.argv], env=environment, stdin=subprocess.DEVNULL, cwd=self.fleet.results.resolve().parent
+            [*head, *launch.argv],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            cwd=self.fleet.results.resolve().parent,
         )
 
     async def _until_ready(self, keeper: subprocess.Popen[bytes] | None) -> None:
@@ -280,9 +307,15 @@ class Supervisor:
             if self.engine is None:
                 self.engine = await asyncio.to_thread(serving.dialect, self.address, self.key)
             if self.engine is not None:
-                self.facts = await asyncio.to_thread(self.engine.facts, self.address, self.key)
+                self.facts = await asyncio.to_thread(
+                    self.engine.facts, self.address, self.key, self._log_path()
+                )
                 if self.facts is not None:
                     return
+                if keeper is not None and self.engine.start_failed(self._log_tail()):
+                    raise _Down(self._start_failure("cannot start"))
+            if self.changed.is_set():
+                raise _Replaced
             if time.monotonic() > deadline:
                 raise _Down(
                     self._start_failure(
@@ -296,6 +329,8 @@ class Supervisor:
         """Returns never; raises _Down when the server has died or does no work that it should."""
         while True:
             await asyncio.sleep(0.1)
+            if self.changed.is_set():
+                raise _Replaced
             if self.keeper is not None and self.keeper.poll() is not None:
                 raise _Down(f"ended with exit code {self.keeper.returncode}")
             stalled = time.monotonic() - self.progress.at
@@ -308,24 +343,31 @@ class Supervisor:
                     "(operation.server.stall_s)"
                 )
 
-    async def _recover(self, reason: str) -> None:
-        """Clears up after a server that is down, and waits before the next start."""
+    async def _put_away(self, reason: str) -> None:
+        """Clears up after a server that is down, or not wanted any more."""
         self.permits.limit = 0
-        finished = self.was_ready and self.answers > self.answers_at_start
-        self.failures = 1 if finished else self.failures + 1
         log.warning("the server is down: %s", reason)
         await asyncio.to_thread(self._end_engine)
         self._close_startup(reason)
         self.permits.forget_held()
         self._tell({"down": self.epoch, "reason": reason})
+        self._become("restarting")
+
+    async def _recover(self, reason: str) -> None:
+        """Clears up after a server that is down, and waits before the next start."""
+        finished = self.was_ready and self.answers > self.answers_at_start
+        self.failures = 1 if finished else self.failures + 1
+        await self._put_away(reason)
         if self.failures > self.settings["restarts"]:
-            raise _GivenUp(f"The server of {self.slot.name} {reason}. It was started {self.failures} times in a row.")
+            raise _GivenUp(
+                f"The server of {self.slot.name} {reason}. It was started {self.failures} times in a row."
+            )
         cause = reason.partition("\n")[0]
         if not self.was_ready and self.failures > 1 and cause == self.last_cause:
             raise _GivenUp(f"The server of {self.slot.name} {reason}")
         self.last_cause = cause
         self.error = reason
-        self._become("restarting")
+        self._publish()
         await asyncio.sleep(BACK_OFF_S[min(self.failures, len(BACK_OFF_S)) - 1])
         self.error = None
 
@@ -379,6 +421,8 @@ class Supervisor:
         finally:
             self.connections.pop(name, None)
             self.permits.clients.pop(name, None)
+            if connection.role == "tuner":
+                self._try(None)
             self._grant()
             writer.close()
 
@@ -388,6 +432,9 @@ class Supervisor:
             if hello["role"] == "client":
                 order = hello["order"]
                 self.permits.clients[name] = Client(order=(float(order[0]), str(order[1])))
+            return
+        if "trial" in message:
+            self._try(message["trial"])
             return
         client = self.permits.clients.get(name)
         if client is not None:
@@ -399,6 +446,13 @@ class Supervisor:
             if client.open_want:
                 self.demand.set()
             self._grant()
+
+    def _try(self, trial: dict[str, Any] | None) -> None:
+        """Serves with another setting from now on; None is the run's own."""
+        if trial != self.trial:
+            self.trial = trial
+            self.changed.set()
+            self.demand.set()
 
     def _grant(self) -> None:
         for name, number in self.permits.grants():
@@ -457,11 +511,19 @@ class Supervisor:
             "engine": self.engine.name if self.engine else None,
             "version": self.facts.version if self.facts else None,
             "capacity": self.facts.capacity if self.facts else None,
+            "queue_depth": self._queue_depth(self.facts.capacity) if self.facts else None,
+            "trial": self.trial,
             "error": self.error,
         }
 
     def _open_startup(self) -> None:
-        entry = {"epoch": self.epoch, "started_at": time.time(), "ready_at": None, "ended_at": None, "reason": None}
+        entry = {
+            "epoch": self.epoch,
+            "started_at": time.time(),
+            "ready_at": None,
+            "ended_at": None,
+            "reason": None,
+        }
         self.startups.append(entry)
 
     def _close_startup(self, reason: str) -> None:
@@ -494,7 +556,7 @@ class Supervisor:
         )
 
 
-def main(results: Path, slot: Slot, config: Mapping[str, Any]) -> int:
+def main(results: Path, slot: Slot, config: dict[str, Any]) -> int:
     """Runs the slot's supervisor; ends at once when the slot has one already."""
     fleet = Fleet(results, processes.owner())
     lock = Lock(fleet.runtime / f"{slot.name}.lock")

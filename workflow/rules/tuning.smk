@@ -1,0 +1,18 @@
+# Tuning: the server's settings measured on the run's own first turns.
+
+
+rule tune:
+    """Measures what promises most, goes on where the last call stopped, and adopts the best setting."""
+    input:
+        shards=gather.shards("results/shards/{scatteritem}.parquet"),
+        summary=rules.shard_prompts.output.summary,
+    log:
+        "results/logs/tune.log",
+    conda:
+        "../../envs/draftmill.yaml"
+    resources:
+        gpu=workflow.global_resources.get("gpu", 1),
+    message:
+        "Measuring server settings."
+    script:
+        "../scripts/tune.py"

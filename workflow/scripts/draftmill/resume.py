@@ -1,0 +1,55 @@
+"""`draftmill resume`: the one command that goes on after any end of a run.
+
+A killed Snakemake leaves its lock behind. The lock is taken away only when no Snakemake works in this
+folder any more.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from draftmill.errors import UserError
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "snakemake",
+        nargs=argparse.REMAINDER,
+        help="targets and options for snakemake (none: as in the profile)",
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    folder = Path.cwd()
+    running = snakemakes_in(folder)
+    if running:
+        raise UserError(
+            f"A run is going on in {folder} (snakemake has pid {running[0]}); nothing was unlocked. "
+            "Wait for it, or end it first."
+        )
+    snakemake = [sys.executable, "-m", "snakemake"]
+    if any((folder / ".snakemake" / "locks").glob("*")):
+        print("draftmill: unlocking after a run that was killed", flush=True)
+        subprocess.run([*snakemake, "--unlock", "--quiet"], check=True)
+    return subprocess.run([*snakemake, *arguments.snakemake], check=False).returncode
+
+
+def snakemakes_in(folder: Path) -> list[int]:
+    """The pids of all Snakemake processes that work in ``folder``."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit() or int(entry.name) == os.getpid():
+            continue
+        try:
+            words = (entry / "cmdline").read_bytes().split(b"\0")
+            works_in = (entry / "cwd").resolve(strict=True)
+        except OSError:
+            continue
+        is_snakemake = any(word.endswith(b"/snakemake") or word == b"snakemake" for word in words[:3])
+        if is_snakemake and works_in == folder.resolve():
+            found.append(int(entry.name))
+    return sorted(found)

@@ -1,0 +1,478 @@
+"""Measures server settings on the run's own first turns, one setting a slot at a time, and adopts the best.
+
+Every answer goes to the journal like any other, so that measuring generates nothing twice. Which settings
+to try and when a measurement is good enough is tuning.py's judgement.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import requests
+
+from draftmill import bottleneck, capacity, engines, serving, tuning
+from draftmill import config as settings
+from draftmill.answering import Asker, end_with_owner
+from draftmill.architecture import read_architecture
+from draftmill.engines import Refused, Transient
+from draftmill.errors import UserError
+from draftmill.fleet import processes
+from draftmill.fleet.client import Server
+from draftmill.fleet.places import Fleet
+from draftmill.fleet.slots import Slot, slots
+from draftmill.generation import Shard, Turn
+from draftmill.gpus import find_gpu
+from draftmill.journal import Journal, Writer
+from draftmill.server_flags import read_flags
+from draftmill.telemetry import Sample, parse_prometheus
+from draftmill.tuning import Measurement, Setting
+
+log = logging.getLogger("tune")
+
+LEASE = Path(__file__).resolve().parents[1] / "lease.py"
+RAMP_S = 120.0  # at most this long until as many turns run as will
+DRAIN_S = 60.0  # turns in flight may take so long to finish before the next setting starts
+MOST_CANDIDATES = 12
+
+
+def tune(config: settings.Config, results: Path) -> tuning.Decision:
+    """Measures what promises most within ``operation.tune.budget_s``, goes on where an earlier call stopped,
+    and adopts the winner. Raises UserError when there is nothing to measure with."""
+    return _Tuner(config, results).run()
+
+
+class _Feed:
+    """The run's first turns that have no answer yet, in the order of the shards. Safe to call from threads."""
+
+    def __init__(self, shard: Shard, journal: Journal, shards: list[Path]) -> None:
+        self._follow_ups: deque[Turn] = deque()
+        self._fresh = self._walk(shard, journal, shards)
+        self._lock = threading.Lock()
+
+    @staticmethod
+    def _walk(shard: Shard, journal: Journal, shards: list[Path]) -> Iterator[Turn]:
+        for path in shards:
+            for row in shard.rows(path):
+                turn = shard.walk(row, journal.get).next
+                if turn is not None:
+                    yield turn
+
+    def take(self) -> Turn | None:
+        with self._lock:
+            return self._follow_ups.popleft() if self._follow_ups else next(self._fresh, None)
+
+    def put(self, turn: Turn) -> None:
+        with self._lock:
+            self._follow_ups.append(turn)
+
+
+@dataclass
+class _Numerics:
+    """The turns under one set of numerics, and what answers them."""
+
+    feed: _Feed
+    asker: Asker
+
+
+class _Tuner:
+    def __init__(self, config: settings.Config, results: Path) -> None:
+        self._config, self._results = config, results
+        self._fleet = Fleet(results, processes.owner())
+        self._shards = sorted(
+            (results / "shards").glob("*.parquet"), key=lambda path: int(path.stem.split("-")[0])
+        )
+        self._journal = Journal(results / "journal")
+        self._writer = Writer(results / "journal")
+        self._numerics: dict[str, _Numerics] = {}
+        self._lock = threading.Lock()
+        self._deadline = time.monotonic() + config["operation"]["tune"]["budget_s"]
+        self._asked = Setting("as asked", settings.server_flags(config).words, 1.0)
+        self._candidates: list[Setting] = [self._asked]
+        self._started: list[Setting] = []
+        self._circumstances: str | None = None
+        self._planned = threading.Event()
+
+    def run(self) -> tuning.Decision:
+        all_slots = slots(self._config["operation"])
+        if any(slot.address for slot in all_slots):
+            raise UserError("Tuning starts servers itself; it cannot tune the servers of operation.attach.")
+        end_with_owner(self._fleet.owner)
+        with self._leases(len(all_slots)):
+            workers = [
+                threading.Thread(target=self._work, args=(slot,), name=slot.name) for slot in all_slots
+            ]
+            for worker in workers:
+                worker.start()
+            for worker in workers:
+                worker.join()
+        self._writer.close()
+        done = tuning.read_measurements(self._results, self._circumstances)
+        decision = tuning.decide(done, self._asked)
+        if decision.adopted is not None:
+            tuning.adopt(self._results, decision, self._asked)
+        for line in table(done):
+            log.info("%s", line)
+        log.warning("tuning: %s", decision.reason)
+        for proposal in decision.proposals:
+            log.warning("tuning: %s", proposal)
+        return decision
+
+    @contextlib.contextmanager
+    def _leases(self, number: int) -> Iterator[None]:
+        """As many leases as there are slots, so that each has its supervisor."""
+        folder = self._results / "leases"
+        folder.mkdir(exist_ok=True)
+        leases = [
+            subprocess.Popen(
+                [sys.executable, str(LEASE), str(folder / f"tune-{i}.json")], stdin=subprocess.DEVNULL
+            )
+            for i in range(number)
+        ]
+        try:
+            yield
+        finally:
+            for lease in leases:
+                lease.terminate()
+            for lease in leases:
+                lease.wait()
+            for file in folder.glob("tune-*.json"):
+                file.unlink()
+
+    def _work(self, slot: Slot) -> None:
+        """Measures one setting after the other on one slot."""
+        try:
+            with _Bench(self._fleet, slot) as bench:
+                while (setting := self._next(bench)) is not None:
+                    measurement = self._measure(bench, setting)
+                    log.info(
+                        "%s: %s %.0f tok/s (± %.0f) %s",
+                        setting.name, measurement.outcome, measurement.tok_s, measurement.error, measurement.detail,
+                    )  # fmt: skip
+                    tuning.keep(self._results, measurement)
+        except Exception:
+            log.exception("tuning on %s ended", slot.name)
+        finally:
+            self._planned.set()
+
+    def _next(self, bench: _Bench) -> Setting | None:
+        """The setting to measure next; the first one, as asked, also tells the version and so the candidates."""
+        with self._lock:
+            first = not self._started
+            if first:
+                self._started.append(self._asked)
+        if first:
+            facts = bench.start(self._asked, self._config["operation"]["server"]["start_timeout_s"])
+            self._plan(bench.slot, facts)
+            self._planned.set()
+            done = tuning.read_measurements(self._results, self._circumstances)
+            if not any(m.of(self._asked) for m in done):
+                return self._asked
+        self._planned.wait()
+        with self._lock:
+            done = tuning.read_measurements(self._results, self._circumstances)
+            for setting in tuning.remaining(self._candidates, done):
+                if time.monotonic() > self._deadline:
+                    return None
+                if setting not in self._started and tuning.worth_trying(setting, done, self._asked):
+                    self._started.append(setting)
+                    return setting
+        return None
+
+    def _plan(self, slot: Slot, facts: dict[str, Any]) -> None:
+        """What to try, by the capacity model; logs its table of expectations."""
+        shard = self._shard({})
+        gpu = slot.gpus[0].name if slot.gpus else "cpu"
+        self._circumstances = json.dumps([facts["engine"], facts["version"], gpu, shard.model.identity])
+        card = find_gpu(gpu, slot.gpus[0].memory_bytes) if slot.gpus else None
+        if card is None or shard.model.config is None or facts["engine"] != "sglang":
+            log.warning(
+                "no capacity model for %s on %s: only the asked flags are measured", facts["engine"], gpu
+            )
+            return
+        own = engines.load("sglang").numerics_flags(self._config["model"])
+        parallel = ("--tp-size", str(len(slot.gpus))) if len(slot.gpus) > 1 else ()
+        asked = read_flags([*own, *parallel, *self._asked.flags])
+        found = capacity.candidates(
+            read_architecture(shard.model.config),
+            card,
+            asked,
+            self._workload(),
+            serving.dialect_of(str(facts["version"]), self._config["operation"]["server"]["env"]),
+            allow_state_dtype=self._config["operation"]["tune"]["allow_state_dtype"],
+            gpu_memory_bytes=slot.gpus[0].memory_bytes,
+        )
+        log.info("expected, before measuring:\n%s", capacity.table(found))
+        fixed = {*own, *parallel}
+        for candidate in found[1:MOST_CANDIDATES]:
+            flags = list(candidate.flags.asked)
+            model: dict[str, Any] = {}
+            if candidate.changes_answers:
+                model = {"state_dtype": candidate.flags.state_dtype}
+                at = flags.index("--mamba-ssm-dtype")
+                del flags[at : at + 2]
+            self._candidates.append(
+                Setting(candidate.name, tuple(_without(flags, fixed)), candidate.gain, model)
+            )
+
+    def _workload(self) -> capacity.Workload:
+        """The run's mean lengths: prompts as sharded; answers as in the journal, else half of max_tokens."""
+        prompts = json.loads((self._results / "prompts.json").read_text())
+        mean_prompt = prompts["prompt_tokens"]["sum"] / max(1, prompts["usable"])
+        most = self._config["sampling"]["max_tokens"]
+        lengths = [
+            len(record.get("output_ids", ()))
+            for _, (_, record) in zip(range(2000), self._journal.records(), strict=False)
+        ]
+        output = sum(lengths) / len(lengths) if lengths else most / 2
+        return capacity.Workload(mean_prompt, max(1.0, output), max_tokens=most)
+
+    def _shard(self, model: dict[str, Any]) -> Shard:
+        return Shard({**self._config, "model": {**self._config["model"], **model}}, self._results / "model")
+
+    def _turns(self, setting: Setting) -> _Numerics:
+        """The turns to ask under a setting: their keys hold what changes answers."""
+        name = json.dumps(setting.model, sort_keys=True)
+        with self._lock:
+            if name not in self._numerics:
+                shard = self._shard(setting.model)
+                asker = Asker(self._config, self._fleet, shard, self._journal, self._writer)
+                self._numerics[name] = _Numerics(_Feed(shard, self._journal, self._shards), asker)
+            return self._numerics[name]
+
+    def _measure(self, bench: _Bench, setting: Setting) -> Measurement:
+        measurement = Measurement(
+            setting.name, setting.flags, setting.model, "failed", self._circumstances or "",
+            expected_gain=setting.expected_gain, measured_at=time.time(),
+        )  # fmt: skip
+        try:
+            facts = bench.start(setting, self._config["operation"]["server"]["start_timeout_s"])
+        except _StartFailed as fault:
+            return replace(measurement, detail=str(fault))
+        with self._lock:
+            done = tuning.read_measurements(self._results, self._circumstances)
+        best = max((m.tok_s for m in done if m.outcome == "measured"), default=0.0)
+        load = _Load(self._turns(setting), bench.server(facts), facts["capacity"] + facts["queue_depth"])
+        return load.measure(measurement, facts["capacity"], best, bench.key)
+
+
+class _StartFailed(Exception):
+    """The server does not start with a setting; the text says why."""
+
+
+class _Bench:
+    """One slot's server, held by the tuner alone."""
+
+    def __init__(self, fleet: Fleet, slot: Slot) -> None:
+        self.fleet, self.slot = fleet, slot
+        self.key = fleet.key_file().read_text()
+        self._trial: dict[str, Any] | None = None
+
+    def __enter__(self) -> _Bench:
+        deadline = time.monotonic() + 60
+        self._connection = socket.socket(socket.AF_UNIX)
+        while True:
+            try:
+                self._connection.connect(str(self.fleet.socket(self.slot.name)))
+                break
+            except OSError as fault:
+                if time.monotonic() > deadline:
+                    raise UserError(
+                        f"The supervisor of {self.slot.name} did not start; see {self.fleet.supervisor_log(self.slot.name)}."
+                    ) from fault
+                time.sleep(0.1)
+        self._lines = self._connection.makefile("r", encoding="utf-8")
+        self._send({"hello": {"role": "tuner", "name": "tune"}})
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._connection.close()
+
+    def _send(self, message: dict[str, Any]) -> None:
+        self._connection.sendall(json.dumps(message).encode() + b"\n")
+
+    def start(self, setting: Setting, timeout_s: float) -> dict[str, Any]:
+        """The server's facts once it serves with ``setting``; raises _StartFailed."""
+        trial = {"flags": list(setting.flags), "model": setting.model}
+        self._send({"trial": trial})
+        self._connection.settimeout(timeout_s + 300)
+        for line in self._lines:
+            message = json.loads(line)
+            if "trial_failed" in message:
+                raise _StartFailed(message["trial_failed"])
+            facts: dict[str, Any] = message.get("server", {})
+            if facts.get("trial") == trial and facts["state"] == "ready":
+                return facts
+            if facts.get("state") == "given_up":
+                raise _StartFailed(str(facts["error"]))
+        raise _StartFailed("its supervisor is gone")
+
+    def server(self, facts: dict[str, Any]) -> Server:
+        return Server(
+            f"{self.fleet.host.name}/{self.slot.name}",
+            facts["address"],
+            facts["engine"],
+            str(facts["version"]),
+        )
+
+
+class _Load:
+    """Keeps so many turns running on one server, and takes its rate."""
+
+    def __init__(self, turns: _Numerics, server: Server, at_once: int) -> None:
+        self._turns, self._server, self._at_once = turns, server, at_once
+        self._stop = threading.Event()
+        self._lock = threading.Lock()
+        self._answers = self._rejected = self._tokens = 0
+        self._fault: Exception | None = None
+
+    def measure(self, measurement: Measurement, capacity_: int, best: float, key: str) -> Measurement:
+        engine = engines.load(self._server.engine)
+        samples: list[Sample] = []
+        began = time.monotonic()
+        with ThreadPoolExecutor(self._at_once) as pool:
+            threads = [pool.submit(self._ask_on) for _ in range(self._at_once)]
+            steady_from: float | None = None
+            outcome = None
+            while outcome is None and not all(thread.done() for thread in threads):
+                time.sleep(1)
+                try:
+                    page = engine.metrics(self._server.address, key)
+                except requests.RequestException:
+                    continue
+                sample = replace(
+                    parse_prometheus(page, time.time()), capacity=capacity_, wanted=self._at_once
+                )
+                samples.append(sample)
+                if steady_from is None and self._settled(samples, capacity_, time.monotonic() - began):
+                    steady_from = sample.t
+                if steady_from is not None:
+                    outcome = tuning.enough(_rates(samples, steady_from), best)
+            self._stop.set()
+            deadline = time.monotonic() + DRAIN_S
+            while not all(thread.done() for thread in threads) and time.monotonic() < deadline:
+                time.sleep(0.2)
+            pool.shutdown(wait=False, cancel_futures=True)
+            return self._result(measurement, outcome, samples, steady_from, capacity_)
+
+    def _settled(self, samples: list[Sample], capacity_: int, elapsed_s: float) -> bool:
+        """Whether as many turns run as will: at the cap, or no more than some seconds ago."""
+        running = [s.running or 0 for s in samples]
+        if running[-1] >= 0.95 * min(capacity_, self._at_once) or elapsed_s > RAMP_S:
+            return True
+        return len(running) > 15 and running[-1] > 0 and running[-1] <= running[-11]
+
+    def _ask_on(self) -> None:
+        tries = 0
+        while not self._stop.is_set() and tries < 5:
+            turn = self._turns.feed.take()
+            if turn is None:
+                return
+            try:
+                walk = self._turns.asker.answer(turn, self._server, 1)
+            except Transient as fault:
+                self._fault = fault
+                tries += 1
+                self._turns.feed.put(turn)
+                time.sleep(1)
+                continue
+            except Refused as refusal:
+                walk = self._turns.asker.give_up(turn, "refused", str(refusal))
+            with self._lock:
+                self._answers += 1
+                self._rejected += walk.rejected is not None
+                self._tokens += sum(len(facts["output_ids"]) for facts in walk.facts[turn.index :])
+            if walk.next is not None:
+                self._turns.feed.put(walk.next)
+
+    def _result(
+        self,
+        measurement: Measurement,
+        outcome: str | None,
+        samples: list[Sample],
+        steady_from: float | None,
+        capacity_: int,
+    ) -> Measurement:
+        steady = [s for s in samples if steady_from is not None and s.t >= steady_from]
+        rates = _rates(samples, steady_from) if steady_from is not None else []
+        if not rates:
+            why = (
+                f"its server failed: {self._fault}"
+                if self._fault
+                else "too few turns are left to measure with"
+            )
+            return replace(measurement, detail=why, capacity=capacity_)
+        mean = sum(rates) / len(rates)
+        spread = (sum((rate - mean) ** 2 for rate in rates) / max(1, len(rates) - 1)) ** 0.5
+        diagnosis = bottleneck.diagnose(steady)
+        return replace(
+            measurement,
+            outcome=outcome or "measured",
+            tok_s=mean,
+            error=spread / len(rates) ** 0.5,
+            seconds=steady[-1].t - steady[0].t,
+            running=sum(s.running or 0 for s in steady) / len(steady),
+            capacity=capacity_,
+            answers=self._answers,
+            rejected=self._rejected,
+            mean_tokens=self._tokens / max(1, self._answers),
+            verdict=str(diagnosis.verdict),
+            evidence=diagnosis.evidence,
+            detail="" if outcome else "measured for a short time: too few turns were left",
+        )
+
+
+def _rates(samples: list[Sample], since: float) -> list[float]:
+    """Output tok/s in windows of WINDOW_S from ``since`` on."""
+    rates = []
+    first: Sample | None = None
+    for sample in samples:
+        if sample.t < since:
+            continue
+        if first is None:
+            first = sample
+        elif sample.t - first.t >= tuning.WINDOW_S:
+            before, now = _output_tokens(first), _output_tokens(sample)
+            rates.append((now - before) / (sample.t - first.t))
+            first = sample
+    return rates
+
+
+def _output_tokens(sample: Sample) -> int:
+    """Tokens decoded so far; where the engine counts them only at the end of a request, those."""
+    return sample.decode_tokens if sample.decode_tokens is not None else sample.generation_tokens or 0
+
+
+def _without(flags: list[str], fixed: set[str]) -> list[str]:
+    """``flags`` without those that the model block or the slot gives anyway."""
+    kept: list[str] = []
+    words = iter(flags)
+    for word in words:
+        if word in fixed and word.startswith("--"):
+            next(words, None)
+        elif word not in fixed:
+            kept.append(word)
+    return kept
+
+
+def table(done: list[Measurement]) -> list[str]:
+    """The measurements as lines of text, best first."""
+    head = f"{'setting':<60} {'outcome':<9} {'tok/s':>8} {'±':>6} {'running':>8} {'cap':>5} {'expected':>8}  what binds"
+    rows = [
+        f"{m.name[:60]:<60} {m.outcome:<9} {m.tok_s:>8.0f} {m.error:>6.0f} {m.running:>8.0f} {m.capacity:>5} "
+        f"{m.expected_gain:>7.2f}×  {m.verdict or m.detail.partition(chr(10))[0][:80]}"
+        for m in sorted(done, key=lambda m: -m.tok_s)
+    ]
+    return [head, *rows]

@@ -1,0 +1,192 @@
+"""What to try next, when a measurement is good enough, and which setting won: the tuner's judgement.
+
+Pure but for the two files that it reads and writes under results/tuning/. Must never know servers.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from draftmill import config as settings
+
+FOLDER = "tuning"
+WINDOW_S = 5.0
+FEWEST_WINDOWS, MOST_WINDOWS = 6, 18
+GOOD_ERROR = 0.015  # standard error of the mean rate, as a share of it
+BEATEN = 0.85  # a setting whose rate stays below this share of the best one's is not measured to the end
+WORTH = 1.02  # a setting must be this much better than what was asked to replace it
+REJECTS_MORE = 0.1  # a setting that has this much more of its answers rejected than the asked one is out
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One way to start the server. ``model``: values laid over the model block; they change answers."""
+
+    name: str
+    flags: tuple[str, ...]
+    expected_gain: float
+    model: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def changes_answers(self) -> bool:
+        return bool(self.model)
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """What one setting brought. Rates in output tok/s of one server; outcome: measured | beaten | failed."""
+
+    name: str
+    flags: tuple[str, ...]
+    model: dict[str, Any]
+    outcome: str
+    circumstances: str  # engine version, GPU and numerics: measurements of others do not compare
+    tok_s: float = 0.0
+    error: float = 0.0  # standard error of tok_s
+    seconds: float = 0.0
+    running: float = 0.0
+    capacity: int = 0
+    answers: int = 0
+    rejected: int = 0
+    mean_tokens: float = 0.0
+    verdict: str = ""  # what bound it
+    evidence: str = ""
+    expected_gain: float = 1.0
+    detail: str = ""
+    measured_at: float = 0.0
+
+    def of(self, setting: Setting) -> bool:
+        return self.flags == setting.flags and self.model == setting.model
+
+
+def enough(rates: Sequence[float], best: float) -> str | None:
+    """``measured`` or ``beaten`` once the rates of the windows so far (tok/s) decide it; None to go on."""
+    if len(rates) < FEWEST_WINDOWS // 2:
+        return None
+    mean = statistics.fmean(rates)
+    error = statistics.stdev(rates) / math.sqrt(len(rates))
+    if best and mean + 3 * error < BEATEN * best:
+        return "beaten"
+    if len(rates) < FEWEST_WINDOWS:
+        return None
+    return "measured" if error <= GOOD_ERROR * mean or len(rates) >= MOST_WINDOWS else None
+
+
+def remaining(candidates: Sequence[Setting], done: Sequence[Measurement]) -> list[Setting]:
+    """The candidates that have no measurement yet, in their order (the asked one first, then by promise)."""
+    return [setting for setting in candidates if not any(measurement.of(setting) for measurement in done)]
+
+
+def worth_trying(setting: Setting, done: Sequence[Measurement], asked: Setting) -> bool:
+    """Whether a setting can still win, going by the capacity model and how it was off so far."""
+    measured = [m for m in done if m.outcome == "measured"]
+    base = next((m for m in measured if m.of(asked)), None)
+    if base is None or not measured:
+        return True
+    best = max(m.tok_s for m in measured)
+    # The model's gain may be off by as much as it was for the settings measured so far, and a bit.
+    off = max((m.tok_s / base.tok_s / m.expected_gain for m in measured), default=1.0)
+    return base.tok_s * setting.expected_gain * max(1.0, off) * 1.1 >= best
+
+
+@dataclass(frozen=True)
+class Decision:
+    """Which setting to use, and why. ``proposals``: faster ones that change answers, never adopted unasked."""
+
+    adopted: Measurement | None
+    asked: Measurement | None
+    reason: str
+    proposals: tuple[str, ...] = ()
+
+
+def decide(done: Sequence[Measurement], asked: Setting) -> Decision:
+    """The best sound setting that leaves the answers as they are."""
+    base = next((m for m in done if m.of(asked) and m.outcome == "measured"), None)
+    measured = [m for m in done if m.outcome == "measured"]
+    sound = [m for m in measured if not m.model and not _worse_answers(m, base)]
+    best = max(sound, key=lambda m: m.tok_s, default=None)
+    if best is None:
+        return Decision(None, base, "no setting could be measured; the asked flags stay")
+    proposals = tuple(
+        f"{m.name} ran at {m.tok_s:.0f} tok/s ({m.tok_s / best.tok_s:.2f}×) but changes the answers: set "
+        + ", ".join(f"model.{key}: {value}" for key, value in m.model.items())
+        for m in measured
+        if m.model and m.tok_s > best.tok_s
+    )
+    if base is not None and best.tok_s < WORTH * base.tok_s:
+        reason = f"the asked flags are as good as any: {base.tok_s:.0f} tok/s"
+        return Decision(base, base, reason, proposals)
+    against = "" if base is None else f", {best.tok_s / base.tok_s:.2f}× the asked flags' {base.tok_s:.0f}"
+    return Decision(best, base, f"{best.name}: {best.tok_s:.0f} tok/s{against}", proposals)
+
+
+def _worse_answers(measurement: Measurement, base: Measurement | None) -> bool:
+    """Whether visibly more of its answers are rejected than of the asked setting's."""
+    if base is None or not base.answers or not measurement.answers:
+        return False
+    share = measurement.rejected / measurement.answers
+    before = base.rejected / base.answers
+    noise = 3 * math.sqrt(max(before * (1 - before), 0.01) * (1 / base.answers + 1 / measurement.answers))
+    return share > before + max(REJECTS_MORE, noise)
+
+
+# --- the files
+
+
+def read_measurements(results: Path, circumstances: str | None = None) -> list[Measurement]:
+    """Everything measured over these results, or under these circumstances only."""
+    path = results / FOLDER / "measurements.jsonl"
+    if not path.exists():
+        return []
+    found = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            value = json.loads(line)
+        except ValueError:
+            continue  # torn by a kill
+        found.append(Measurement(**{**value, "flags": tuple(value["flags"])}))
+    return [m for m in found if circumstances in (None, m.circumstances)]
+
+
+def keep(results: Path, measurement: Measurement) -> None:
+    """Adds a measurement to the file."""
+    path = results / FOLDER / "measurements.jsonl"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(asdict(measurement)) + "\n")
+
+
+def adopt(results: Path, decision: Decision, asked: Setting) -> None:
+    """Writes ``winner.json``: from now on servers that would start with the asked flags use the adopted ones."""
+    assert decision.adopted is not None
+    path = results / FOLDER / "winner.json"
+    fresh = path.with_suffix(".fresh")
+    facts = {
+        "asked": list(asked.flags),
+        "flags": list(decision.adopted.flags),
+        "name": decision.adopted.name,
+        "tok_s": decision.adopted.tok_s,
+        "asked_tok_s": decision.asked.tok_s if decision.asked else None,
+        "circumstances": decision.adopted.circumstances,
+        "reason": decision.reason,
+        "proposals": list(decision.proposals),
+    }
+    fresh.write_text(json.dumps(facts, indent=1), encoding="utf-8")
+    fresh.replace(path)
+
+
+def adopted_flags(config: settings.Config, results: Path) -> tuple[str, ...] | None:
+    """The tuned flags that stand in for the configured ones; None where nothing was tuned for those."""
+    path = results / FOLDER / "winner.json"
+    if not path.exists():
+        return None
+    winner = json.loads(path.read_text(encoding="utf-8"))
+    if tuple(winner["asked"]) != settings.server_flags(config).words:
+        return None
+    return tuple(winner["flags"])
