@@ -60,7 +60,7 @@ test-slurm: $(VENV)/dev.stamp ## the whole workflow on a real Slurm of this mach
 	@pytest tests/slurm $(ARGS)
 
 chaos: $(VENV)/dev.stamp ## 50 seeds of injected faults; writes chaos.json
-	@python tests/faults/chaos.py $(ARGS)
+	@python tests/faults/chaos.py --seeds 50 --out chaos.json $(ARGS)
 
 bench: $(VENV)/dev.stamp ## the dispatch against its alternatives; writes bench.json and the table in docs/benchmarks.md
 	@python tests/bench/bench.py $(ARGS)

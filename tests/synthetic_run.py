@@ -365,6 +365,46 @@ def write_results(results: Path, *, reject_every: int = 10) -> None:
         (results / f"{name}.json").write_text(json.dumps(content))
 
 
+def write_tuning(results: Path) -> None:
+    """Writes what the tuner leaves behind: the asked flags, a better setting, and one that failed."""
+    settings = (
+        ("as asked", [], "measured", 1436.0, "state-bound", ""),
+        ("radix cache off", ["--disable-radix-cache"], "measured", 3253.0, "compute-bound", ""),
+        ("more memory", ["--mem-fraction-static", "0.97"], "failed", 0.0, "", "out of memory at start"),
+    )
+    measurements = [
+        {
+            "name": name,
+            "flags": flags,
+            "model": {},
+            "outcome": outcome,
+            "circumstances": "sglang 0.5.23",
+            "tok_s": rate,
+            "error": rate / 100,
+            "running": 44,
+            "capacity": 44,
+            "answers": 500,
+            "rejected": 5,
+            "verdict": verdict,
+            "expected_gain": 2.31 if flags else 1.0,
+            "detail": detail,
+        }
+        for name, flags, outcome, rate, verdict, detail in settings
+    ]
+    winner = {
+        "flags": ["--disable-radix-cache"],
+        "circumstances": "sglang 0.5.23",
+        "reason": "radix cache off: 3253 tok/s, 2.27× the asked flags' 1436",
+        "proposals": [
+            "bf16 state ran at 3509 tok/s (1.08×) but changes the answers: set model.state_dtype: bfloat16"
+        ],
+    }
+    folder = results / "tuning"
+    folder.mkdir()
+    (folder / "measurements.jsonl").write_text("".join(json.dumps(one) + "\n" for one in measurements))
+    (folder / "winner.json").write_text(json.dumps(winner))
+
+
 HOSTILE = "<script>document.title='owned'</script><img src=x onerror=alert(1)> \"quoted\" & 'so' </pre> \u202e ü 語 "
 CONFIG: dict[str, object] = {
     "seed": 0,

@@ -197,7 +197,7 @@ def draftmill(case: Case, run: Run, slots: int, scale: float) -> dict[str, Any]:
     """Runs the workflow; returns its figures."""
     usage = Usage(run)
     targets = [f"results/generated/{i}-of-{case.shards}.parquet" for i in range(1, case.shards + 1)]
-    code = run.finish(*targets, timeout_s=1200)
+    code = run.finish(*targets, timeout_s=1200, cores=32)
     cpu = usage.stop()
     if code != 0:
         raise RuntimeError(f"{case.name}: the workflow ended with {code}: {run.log().read_text()[-2000:]}")

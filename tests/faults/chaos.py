@@ -235,9 +235,6 @@ class Seed:
         elif hit.what == "second run":
             if run.finish(TARGET) == 0 and process.poll() is None:
                 self.outcome.broken.append("a second run in the same directory did not refuse")
-        elif hit.target == "snakemake":
-            self.outcome.kills += 1
-            process.send_signal(SIGNALS[hit.what])
         elif hit.target == "group":
             self.outcome.kills += 1
             with contextlib.suppress(ProcessLookupError):

@@ -103,6 +103,13 @@ class Run:
     def __post_init__(self) -> None:
         """Writes config, prompts and the servers' behaviour."""
         self.folder.mkdir(parents=True, exist_ok=True)
+        for name in (
+            "Snakefile",
+            "workflow",
+            "profiles",
+            "envs",
+        ):  # as in a clone: the plain commands work here
+            (self.folder / name).symlink_to(ROOT / name)
         self.configure(self.settings)
         self.behave(self.standin)
 
@@ -142,26 +149,26 @@ class Run:
             **self.environment,
         }
 
-    def start(self, *arguments: str, cores: int = 8) -> subprocess.Popen[bytes]:
+    def start(self, *arguments: str, cores: int = 8, leases: int = 8) -> subprocess.Popen[bytes]:
         """Starts Snakemake in a process group of its own; its output goes to snakemake-<n>.log."""
         self.started += 1
-        command = [sys.executable, "-m", "snakemake", *arguments, *self._flags(cores)]
+        command = [sys.executable, "-m", "snakemake", *arguments, *self._flags(cores, leases)]
         with self.log(self.started).open("wb") as output:
             return subprocess.Popen(
                 command, env=self.env(), stdout=output, stderr=output, start_new_session=True, cwd=self.folder
             )
 
-    def _flags(self, cores: int) -> list[str]:
-        where = ["--snakefile", str(ROOT / "Snakefile"), "--directory", str(self.folder)]
-        return [*where, "--cores", str(cores), "--resources", f"gpu={cores}"]
+    @staticmethod
+    def _flags(cores: int = 8, leases: int = 8) -> list[str]:
+        return ["--cores", str(cores), "--resources", f"gpu={leases}"]
 
     def log(self, number: int | None = None) -> Path:
         """Where the n-th (by default the last) call of Snakemake wrote."""
         return self.folder / f"snakemake-{number or self.started}.log"
 
-    def finish(self, *arguments: str, timeout_s: float = 60) -> int:
+    def finish(self, *arguments: str, timeout_s: float = 60, cores: int = 8, leases: int = 8) -> int:
         """Runs Snakemake to its end; kills its group when it takes longer. Returns the exit code (-9 then)."""
-        process = self.start(*arguments)
+        process = self.start(*arguments, cores=cores, leases=leases)
         try:
             return process.wait(timeout_s)
         except subprocess.TimeoutExpired:
@@ -171,7 +178,7 @@ class Run:
     def start_resume(self, *arguments: str) -> subprocess.Popen[bytes]:
         """Starts the documented command that goes on after any end."""
         self.started += 1
-        command = [sys.executable, "-m", "draftmill", "resume", *arguments, *self._flags(8)]
+        command = [sys.executable, "-m", "draftmill", "resume", *arguments, *self._flags()]
         with self.log().open("wb") as output:
             return subprocess.Popen(
                 command, env=self.env(), stdout=output, stderr=output, start_new_session=True, cwd=self.folder
@@ -180,8 +187,9 @@ class Run:
     def dry_run(self) -> dict[str, list[str]]:
         """What `snakemake -n` would run: rule -> the shards (wildcards), or [""] for a rule without."""
         done = subprocess.run(
-            [sys.executable, "-m", "snakemake", "-n", *self._flags(8)],
+            [sys.executable, "-m", "snakemake", "-n", *self._flags()],
             env=self.env(),
+            cwd=self.folder,
             capture_output=True,
             text=True,
             timeout=120,
@@ -191,7 +199,10 @@ class Run:
         out = done.stdout + done.stderr
         table = re.search(r"\njob +count\n[- ]+\n((?:\w+ +\d+\n)+)", out)
         planned = {row.split()[0]: [""] for row in table[1].splitlines()} if table else {}
-        for rule, message in (("generate", "Generating shard"), ("launch_server", "Leasing a server for shard")):
+        for rule, message in (
+            ("generate", "Generating shard"),
+            ("launch_server", "Leasing a server for shard"),
+        ):
             if rule in planned:
                 planned[rule] = sorted(set(re.findall(rf"{message} (\S+)\.", out)))
         return planned

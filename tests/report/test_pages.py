@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from tests.report.browser import Browser, chromium, missing
-from tests.synthetic_run import CONFIG, write_results, write_run
+from tests.synthetic_run import CONFIG, write_results, write_run, write_tuning
 
 from draftmill.report import ITEMS, write_report
 from draftmill.statistics import throughput
@@ -46,12 +46,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
     results = tmp_path_factory.mktemp("results")
     write_run(results, turns=300, shards=6, servers=3, capacity=8, pause_s=(600.0,))
     write_results(results)
-    tuning = (
-        '{"winner": "--disable-radix-cache", "candidates": [{"flags": "", "output_tokens_per_s": 1436, "spread": 20}, '
-        '{"flags": "--disable-radix-cache", "output_tokens_per_s": 3253, "spread": 31}]}'
-    )
-    (results / "tuning").mkdir()
-    (results / "tuning" / "tuning.json").write_text(tuning)
+    write_tuning(results)
     generated = sorted((results / "generated").glob("*.parquet"))
     throughput(generated, results / "fleet", {}, results / "throughput.json", results / "throughput.parquet")
     write_report(results, CONFIG, results / "report")

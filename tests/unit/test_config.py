@@ -30,8 +30,9 @@ def resolved(**blocks: Any) -> config.Config:
     return config.resolve(raw)
 
 
-def model(context: int = 8192, *, thinking: bool = False) -> Model:
-    return cast(Model, SimpleNamespace(name="tiny", context_length=context, template_has_thinking=thinking))
+def model(context: int = 8192, *, thinking: bool = False, kind: str = "hf") -> Model:
+    facts = SimpleNamespace(name="tiny", context_length=context, template_has_thinking=thinking, kind=kind)
+    return cast(Model, facts)
 
 
 def faults(cfg: config.Config, *, of: Model | None = None, gpus: int | None = 0) -> str:
@@ -112,6 +113,14 @@ def test_one_and_one_point_zero_are_the_same() -> None:
 
 def test_keys_that_yaml_reads_as_numbers_are_texts() -> None:
     assert resolved(sampling={"logit_bias": {220: 1}})["sampling"]["logit_bias"] == {"220": 1}
+
+
+def test_environment_variables_are_texts() -> None:
+    server = {"env": {"OMP_NUM_THREADS": 1, "A": "b"}}
+    assert resolved(operation={"server": server})["operation"]["server"]["env"] == {
+        "OMP_NUM_THREADS": "1",
+        "A": "b",
+    }
 
 
 def test_days_that_yaml_reads_as_dates_are_texts() -> None:
@@ -288,6 +297,19 @@ def test_sglang_needs_a_gpu_or_its_cpu_settings(tmp_path: Path) -> None:
     cfg["operation"]["server"]["env"] = {"SGLANG_USE_CPU_ENGINE": "1"}
     assert config.check(cfg, None, 0) == []
     assert "which llama.cpp serves" in faults(resolved(operation={"engine": "sglang"}), gpus=1)
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [{"stop_regex": ["a+"]}, {"stop_token_ids": [1]}, {"min_new_tokens": 4}, {"logit_bias": {"1": 2}}],
+)
+def test_what_only_sglang_takes_is_refused_for_llamacpp(sampling: dict[str, Any]) -> None:
+    (name,) = sampling
+    cfg = resolved(sampling=sampling)
+    assert f"sampling.{name} is not known to llama.cpp's server" in faults(cfg, of=model(kind="gguf"))
+    assert config.check(cfg, model(kind="hf"), 1) == []
+    cfg["operation"]["engine"] = "llamacpp"
+    assert name in faults(cfg)
 
 
 def test_a_hub_id_needs_a_revision() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.synthetic_run import CONFIG, HOSTILE, write_results, write_run
+from tests.synthetic_run import CONFIG, HOSTILE, write_results, write_run, write_tuning
 
 from draftmill import plots
 from draftmill.report import ITEMS, redact, write_report
@@ -137,6 +137,14 @@ def test_an_empty_dataset_has_a_report_too(tmp_path: Path) -> None:
     (tmp_path / "validation.json").write_text(json.dumps({"turns": 0, "accepted": 0, "rejected": 0}))
     write_report(tmp_path, {}, tmp_path / "report")
     assert len(list((tmp_path / "report").iterdir())) == len(ITEMS)
+
+
+def test_tuning_shows_what_won_and_what_failed(tmp_path: Path) -> None:
+    write_tuning(tmp_path)
+    pages = make_report(tmp_path, turns=10)
+    shown = pages["tuning"].text
+    assert "radix cache off (adopted)" in shown and "as asked (adopted)" not in shown
+    assert "failed: out of memory at start" in shown and "model.state_dtype: bfloat16" in shown
 
 
 def test_token_limits_are_no_secrets() -> None:

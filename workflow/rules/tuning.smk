@@ -11,7 +11,7 @@ rule tune:
     conda:
         "../../envs/draftmill.yaml"
     resources:
-        gpu=workflow.global_resources.get("gpu", 1),
+        gpu=settings["operation"]["gpus_per_server"],
     message:
         "Measuring server settings."
     script:

@@ -1,39 +1,24 @@
-"""What a server can hold and how fast it could go, before it starts: model, GPU and flags in, figures out.
+"""What a server can hold before it starts: model, GPU and flags in, slots, tokens and requests out.
 
 Knows how SGLang divides a GPU (read in its 0.5.15.post1 and 0.5.23 sources: `handle_max_mamba_cache`,
-`_resolve_max_num_reqs`, `pool_configurator`, `_handle_gpu_memory_settings`, `PrefillAdder`), and a model
-of decode and prefill time that ranks settings. Must never know a running server: it computes from sizes
-alone. What a running server shows is telemetry.py's and bottleneck.py's.
+`_resolve_max_num_reqs`, `pool_configurator`, `_handle_gpu_memory_settings`, `PrefillAdder`) and what a
+decode step must read. Must never know a running server: it computes from sizes alone. How fast a
+setting is, is throughput.py's; what a running server shows, telemetry.py's and bottleneck.py's.
 """
 
-import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 from draftmill.architecture import DTYPE_BYTES, Architecture
 from draftmill.errors import UserError
-from draftmill.gpus import GIB, MIB, Gpu, Reference
-from draftmill.server_flags import (
-    FREE_SLOTS_FLAG,
-    UNKNOWN,
-    Dialect,
-    ServerFlags,
-    read_flags,
-    refusals,
-    resolved_overlap,
-    resolved_strategy,
-    slots_per_request,
-    with_flags,
-    without_settings,
-)
+from draftmill.gpus import GIB, MIB, Gpu
+from draftmill.server_flags import FREE_SLOTS_FLAG, UNKNOWN, Dialect, ServerFlags, refusals, slots_per_request
 
 # Between the driver's total and what is free when weights start to load: the CUDA context and the
 # communicator, 1.3 GiB (the recordings' H200: 140.40 GiB in all, 139.13 GiB free).
 RUNTIME_BYTES = round(1.3 * GIB)
 # SGLang takes 100 MiB out of the budget of a multimodal model for its embedding cache, from 0.5.23 on.
 MULTIMODAL_CACHE_BYTES = 100 * MIB
-
 # PrefillAdder keeps room for the rest of every running request: this share of what it may still generate
 # (SGLANG_INIT_NEW_TOKEN_RATIO x conservativeness, decayed to SGLANG_MIN_NEW_TOKEN_RATIO_FACTOR of it),
 # but for at most so many tokens a request (SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION).
@@ -41,14 +26,6 @@ INIT_NEW_TOKEN_RATIO = 0.7
 MIN_NEW_TOKEN_RATIO_FACTOR = 0.14
 CLIPPED_NEW_TOKENS = 4096
 
-# The time model's three measured constants (H200, Triton kernels, 64 layers; the recordings): a decode
-# step reaches this share of the roofline, a prefill pass of this share of the arithmetic peak, and no
-# pass without a CUDA graph is shorter than this a layer, since launching its kernels takes that long.
-DECODE_EFFICIENCY = 0.62
-PREFILL_EFFICIENCY = 0.6
-LAUNCH_S_PER_LAYER = 1.6e-3
-# --enable-prefill-delayer holds a prefill back for at most 30 decode steps.
-DELAYER_STEPS = 30
 
 Limit = Literal["state slots", "KV tokens", "asked", "scheduler", "clients", "nothing fits"]
 
@@ -179,7 +156,7 @@ def default_mem_fraction(architecture: Architecture, gpu_memory_bytes: int, flag
     ViT-L's size, between 0.25 % and 24 % as it differs from that.
     """
     total = gpu_memory_bytes / MIB
-    chunk = flags.chunked_prefill or _default_chunk(gpu_memory_bytes)
+    chunk = flags.chunked_prefill or default_chunk(gpu_memory_bytes)
     tokens = max(chunk if chunk > 0 else flags.max_prefill_tokens, 2048)
     reserve = (
         512 + tokens * 1.5 + default_graph_batch(gpu_memory_bytes, flags) * 2 + flags.tp * flags.pp * 128
@@ -194,7 +171,7 @@ def default_mem_fraction(architecture: Architecture, gpu_memory_bytes: int, flag
     return fraction
 
 
-def _default_chunk(gpu_memory_bytes: int) -> int:
+def default_chunk(gpu_memory_bytes: int) -> int:
     gib = gpu_memory_bytes / GIB
     return 2048 if gib < 35 else 4096 if gib < 60 else 8192 if gib < 160 else 16384
 
@@ -259,6 +236,8 @@ def capacity(
         )
 
     cap, limit = _cap(flags, architecture, tokens, slots, per_request, warnings)
+    if cap <= 0 < tokens:
+        refused.append(f"{slots} state slots at {per_request} per request are too few to run one request")
     graph = default_graph_batch(gpu_memory_bytes, flags)
     if flags.min_free_slots is not None and flags.min_free_slots > 1:
         obeyed = obeyed_free_slots(flags.min_free_slots, cap, dialect)
@@ -326,15 +305,23 @@ def _cap(
 def _running(
     cap: int, limit: Limit, tokens: int, workload: Workload, flags: ServerFlags
 ) -> tuple[int, Limit]:
-    ratio = min(INIT_NEW_TOKEN_RATIO * flags.conservativeness, 1.0) * MIN_NEW_TOKEN_RATIO_FACTOR
-    per_request = workload.held_tokens + ratio * workload.reserved_tokens
-    by_tokens = int(tokens / per_request)
+    by_tokens = int(tokens / kept_tokens(workload, flags.conservativeness))
     running = cap
     if by_tokens < running:
         running, limit = by_tokens, "KV tokens"
     if workload.clients is not None and workload.clients < running:
         running, limit = workload.clients, "clients"
     return running, limit if running > 0 else "nothing fits"
+
+
+def reserved_ratio(conservativeness: float = 1.0) -> float:
+    """Share of what a request may still generate that the scheduler keeps free for it."""
+    return min(INIT_NEW_TOKEN_RATIO * conservativeness, 1.0) * MIN_NEW_TOKEN_RATIO_FACTOR
+
+
+def kept_tokens(workload: Workload, conservativeness: float = 1.0) -> float:
+    """KV tokens that a running request takes from the pool: what it holds and what is kept free for it."""
+    return workload.held_tokens + reserved_ratio(conservativeness) * workload.reserved_tokens
 
 
 def obeyed_free_slots(asked: int, max_running: int, dialect: Dialect) -> int:
@@ -372,327 +359,3 @@ def roofline(
         bound="bandwidth" if by_bandwidth >= by_compute else "compute",
         source=gpu.source,
     )
-
-
-@dataclass(frozen=True, slots=True)
-class Estimate:
-    """Output rate that the time model expects, and where a second goes.
-
-    tok_s holds for kernels like those it was measured with; the ratio of two estimates carries further.
-    """
-
-    tok_s: float
-    step_s: float
-    prefill_share: float
-    roofline_share: float
-
-
-def estimate(
-    architecture: Architecture,
-    gpu: Gpu,
-    flags: ServerFlags,
-    workload: Workload,
-    have: Capacity,
-    dialect: Dialect = UNKNOWN,
-) -> Estimate:
-    """The rate of a full server. A prefill pass stops decoding; one is due whenever an answer has ended.
-
-    With b requests of L output tokens, b/L answers end a decode step, so without batching of prefills
-    1 - exp(-b/L) passes fall on each. Holding them back until g slots are free makes it b/(L g), at the
-    price of (g - 1)/2 slots that stand empty on average.
-    """
-    running = have.running
-    if running <= 0:
-        return Estimate(0.0, math.inf, 0.0, 0.0)
-    ending_per_request = 1 / max(workload.output_tokens, 1)
-    passes = 1 - math.exp(-running * ending_per_request)
-    group = _prefill_group(flags, have, running * ending_per_request, dialect, architecture)
-    batch = float(running)
-    if group > 1:
-        batch = max(running - (group - 1) / 2, 1.0)
-        passes = min(passes, batch * ending_per_request / group)
-    line = roofline(architecture, gpu, flags, workload, round(batch))
-    launch = architecture.layers * LAUNCH_S_PER_LAYER
-    step = line.step_s / DECODE_EFFICIENCY
-    if batch > have.graph_max_batch:
-        step = max(step, launch)
-    cached = workload.cached_share if flags.radix_cache else 0.0
-    prompts = batch * ending_per_request / passes * workload.prompt_tokens * (1 - cached)
-    compute = 2 * architecture.active_parameters * prompts / flags.tp / (gpu.bf16_flops * PREFILL_EFFICIENCY)
-    prefill = passes * max(launch, compute)
-    rate = batch / (step + prefill)
-    return Estimate(rate, step, prefill / (step + prefill), rate / line.tok_s)
-
-
-def _prefill_group(
-    flags: ServerFlags, have: Capacity, ending_per_step: float, dialect: Dialect, architecture: Architecture
-) -> float:
-    group = 1.0
-    if flags.min_free_slots is not None:
-        group = float(obeyed_free_slots(flags.min_free_slots, have.max_running, dialect))
-    if flags.prefill_delayer and resolved_overlap(flags, architecture.name, architecture.state is not None):
-        group = max(group, DELAYER_STEPS * ending_per_step)
-    return group
-
-
-@dataclass(frozen=True, slots=True)
-class Candidate:
-    """One setting worth trying: its whole flags, what it should hold and bring.
-
-    changes_answers: it changes the sampled distribution, so it must not be adopted unasked.
-    gain: estimated rate over that of the asked flags.
-    """
-
-    name: str
-    flags: ServerFlags
-    capacity: Capacity
-    estimate: Estimate
-    gain: float
-    changes_answers: bool
-
-
-def candidates(
-    architecture: Architecture,
-    gpu: Gpu,
-    flags: ServerFlags,
-    workload: Workload,
-    dialect: Dialect = UNKNOWN,
-    *,
-    allow_state_dtype: bool = False,
-    weight_bytes: int | None = None,
-    gpu_memory_bytes: int | None = None,
-) -> list[Candidate]:
-    """The asked flags first, then every sensible alternative that the engine would take, best first.
-
-    Alternatives that would change answers (the state's dtype) are left out unless allowed.
-    """
-    memory = gpu_memory_bytes or gpu.memory_bytes
-
-    def weigh(name: str, tried: ServerFlags) -> Candidate:
-        have = capacity(architecture, memory, tried, workload, dialect, weight_bytes)
-        rate = estimate(architecture, gpu, tried, workload, have, dialect)
-        other_dtype = state_dtype_of(architecture, tried) != state_dtype_of(architecture, flags)
-        return Candidate(name, tried, have, rate, 1.0, other_dtype and architecture.state is not None)
-
-    asked = weigh("as asked", flags)
-    found: dict[ServerFlags, Candidate] = {_sameness(flags, architecture): asked}
-
-    def offer(name: str, tried: ServerFlags | None) -> None:
-        if tried is None:
-            return
-        graphs = _with_graphs(weigh(name, tried), dialect)
-        key = _sameness(graphs, architecture)
-        if key not in found:
-            candidate = weigh(name, graphs)
-            if not candidate.capacity.refusals:
-                found[key] = candidate
-
-    for name, base in _bases(architecture, flags, dialect, allow_state_dtype):
-        offer(name, base)
-        for add, more in (("", base), *_memory_variants(architecture, memory, base)):
-            larger = f"{name}, {add}" if add else name
-            offer(larger, more)
-            for batching, batched in _batching_variants(architecture, more, dialect):
-                offer(f"{larger}, {batching}", batched)
-        for balanced_name, balanced in _balanced(
-            architecture, base, weigh(name, base).capacity, workload, dialect
-        ):
-            offer(f"{name}, {balanced_name}", balanced)
-    best = max(found.values(), key=lambda c: c.estimate.tok_s)
-    for last_name, last in (
-        *_balanced(architecture, best.flags, best.capacity, workload, dialect),
-        *_scheduling_variants(best, memory),
-    ):
-        offer(f"{best.name}, {last_name}", last)
-
-    def with_gain(candidate: Candidate) -> Candidate:
-        gain = candidate.estimate.tok_s / asked.estimate.tok_s if asked.estimate.tok_s else 1.0
-        return replace(candidate, gain=gain)
-
-    others = [c for c in found.values() if c is not asked]
-    return [asked, *sorted(map(with_gain, others), key=lambda c: (-c.gain, len(c.flags.asked), c.name))]
-
-
-def _bases(
-    architecture: Architecture, flags: ServerFlags, dialect: Dialect, allow_state_dtype: bool
-) -> list[tuple[str, ServerFlags]]:
-    named: list[tuple[str, ServerFlags]] = [("as asked", flags)]
-    if flags.max_running is not None:
-        named.append(("no request limit", read_flags(without_settings(flags.asked, ["max_running"]))))
-    if architecture.state is not None:
-        plain = read_flags(without_settings(flags.asked, ["strategy", "radix_cache", "overlap"]))
-        named.append(("radix cache off", with_flags(plain, "--disable-radix-cache")))
-        for strategy in ("no_buffer", "extra_buffer_lazy", "extra_buffer"):
-            words = dialect.strategy(strategy)
-            if words is not None:
-                named.append((strategy, with_flags(plain, *words)))
-        if (
-            allow_state_dtype
-            and state_dtype_of(architecture, flags) == "float32"
-            and dialect.knows("--mamba-ssm-dtype")
-        ):
-            named += [
-                (f"{name}, bf16 state", with_flags(base, "--mamba-ssm-dtype", "bfloat16"))
-                for name, base in list(named)
-            ]
-    return named
-
-
-def _memory_variants(
-    architecture: Architecture, memory: int, base: ServerFlags
-) -> Iterable[tuple[str, ServerFlags]]:
-    """SGLang's own choice where less was asked, and a step beyond it: its reserve is a rule of thumb."""
-    usual = default_mem_fraction(architecture, memory, base)
-    now = usual if base.mem_fraction is None else base.mem_fraction
-    for fraction in (usual, min(usual + 0.03, 0.95)):
-        if fraction > now + 0.005:
-            yield (
-                f"memory fraction {fraction:.2f}",
-                with_flags(base, "--mem-fraction-static", f"{fraction:.3f}"),
-            )
-
-
-def _batching_variants(
-    architecture: Architecture, base: ServerFlags, dialect: Dialect
-) -> Iterable[tuple[str, ServerFlags]]:
-    if dialect.knows(FREE_SLOTS_FLAG) and base.min_free_slots is None and base.pp == 1:
-        for slots in (4,) if dialect.free_slots_limit is not None else (4, 16):
-            yield f"prefill after {slots} free slots", with_flags(base, FREE_SLOTS_FLAG, str(slots))
-    overlap = resolved_overlap(base, architecture.name, architecture.state is not None)
-    if dialect.knows("--enable-prefill-delayer") and not base.prefill_delayer and overlap:
-        yield "prefill delayed", with_flags(base, "--enable-prefill-delayer")
-
-
-def _balanced(
-    architecture: Architecture, base: ServerFlags, have: Capacity, workload: Workload, dialect: Dialect
-) -> Iterable[tuple[str, ServerFlags]]:
-    """Slots and KV tokens in the proportion in which requests use them, so that neither stands idle."""
-    if architecture.state is None or not have.state_bytes_per_slot or have.pool_bytes <= 0:
-        return
-    ratio = min(INIT_NEW_TOKEN_RATIO * base.conservativeness, 1.0) * MIN_NEW_TOKEN_RATIO_FACTOR
-    kv = (workload.held_tokens + ratio * workload.reserved_tokens) * have.kv_bytes_per_token
-    state = have.state_bytes_per_slot * (have.slots_per_request or 1)
-    running = int(have.pool_bytes / (kv + state))
-    if running <= 0 or abs(running - have.running) <= 0.02 * have.running:
-        return
-    cleared = read_flags(without_settings(base.asked, ["mamba_ratio", "max_running", "max_mamba_cache"]))
-    if not base.radix_cache:
-        yield f"{running} slots", with_flags(cleared, "--max-running-requests", str(running))
-    elif dialect.knows("--mamba-full-memory-ratio"):
-        yield (
-            f"state to KV {state / kv:.2f}",
-            with_flags(cleared, "--mamba-full-memory-ratio", f"{state / kv:.2f}"),
-        )
-
-
-def _scheduling_variants(best: Candidate, memory: int) -> Iterable[tuple[str, ServerFlags]]:
-    if best.capacity.limit == "KV tokens" and best.flags.conservativeness > 0.5:
-        yield "less held back", with_flags(best.flags, "--schedule-conservativeness", "0.5")
-    chunk = best.flags.chunked_prefill or _default_chunk(memory)
-    if chunk > 0:
-        yield f"prefill chunk {2 * chunk}", with_flags(best.flags, "--chunked-prefill-size", str(2 * chunk))
-
-
-def _sameness(flags: ServerFlags, architecture: Architecture) -> ServerFlags:
-    """What two settings share when they start the same server, however they are written."""
-    if architecture.state is None:
-        return replace(flags, asked=())
-    strategy, overlap = resolved_strategy(flags, architecture.name)
-    return replace(flags, asked=(), strategy=strategy, overlap=overlap)
-
-
-def _with_graphs(candidate: Candidate, dialect: Dialect) -> ServerFlags:
-    """The flags with decode graphs up to the requests that will run (in steps of 32), where they are short."""
-    have, flags = candidate.capacity, candidate.flags
-    if not flags.cuda_graph or dialect.graph_flag is None or have.running <= have.graph_max_batch:
-        return flags
-    return with_flags(flags, dialect.graph_flag, str(math.ceil(have.running / 32) * 32))
-
-
-def reference_tok_s(
-    reference: Reference,
-    architecture: Architecture | None,
-    workload: Workload,
-    dialect: Dialect = UNKNOWN,
-) -> float | None:
-    """tok/s that a reference stands for, or None where it names a GPU and the model is not known.
-
-    A share of a GPU is that share of what the time model expects of it at its best setting here.
-    """
-    if reference.tok_s is not None:
-        return reference.tok_s
-    if reference.gpu is None or architecture is None:
-        return None
-    found = candidates(architecture, reference.gpu, ServerFlags(), workload, dialect)
-    return reference.share * max(c.estimate.tok_s for c in found)
-
-
-def table(found: Sequence[Candidate], rows: int = 12) -> str:
-    """A text table of candidates: what each holds, runs and should bring, with refusals and warnings below."""
-    head = (
-        "setting",
-        "slots",
-        "per req",
-        "cap",
-        "runs",
-        "limit",
-        "KV tokens",
-        "est. tok/s",
-        "gain",
-        "prefill",
-    )
-    body = [
-        (
-            c.name,
-            "-" if c.capacity.state_slots is None else str(c.capacity.state_slots),
-            "-" if c.capacity.slots_per_request is None else str(c.capacity.slots_per_request),
-            str(c.capacity.max_running),
-            str(c.capacity.running),
-            c.capacity.limit,
-            str(c.capacity.kv_tokens),
-            f"{c.estimate.tok_s:.0f}",
-            f"{c.gain:.2f}x",
-            f"{c.estimate.prefill_share:.0%}",
-        )
-        for c in found[:rows]
-    ]
-    widths = [max(len(row[i]) for row in (head, *body)) for i in range(len(head))]
-    lines = [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in (head, *body)
-    ]
-    asked = found[0].capacity
-    lines += [f"refused: {reason}" for reason in asked.refusals]
-    lines += [f"warning: {warning}" for warning in asked.warnings]
-    return "\n".join(lines)
-
-
-def as_json(
-    found: Sequence[Candidate], gpu: Gpu, architecture: Architecture, workload: Workload
-) -> Mapping[str, object]:
-    """The candidates, the asked one's roofline and the sources, as a JSON-ready mapping (bytes, s, tok/s)."""
-    asked = found[0]
-    line = roofline(architecture, gpu, asked.flags, workload, asked.capacity.running)
-
-    def plain(candidate: Candidate) -> dict[str, object]:
-        step = candidate.estimate.step_s
-        return {
-            "name": candidate.name,
-            "flags": list(candidate.flags.asked),
-            **asdict(candidate.capacity),
-            "estimated_tok_s": candidate.estimate.tok_s,
-            "estimated_step_s": step if math.isfinite(step) else None,
-            "estimated_prefill_share": candidate.estimate.prefill_share,
-            "gain": candidate.gain,
-            "changes_answers": candidate.changes_answers,
-        }
-
-    return {
-        **plain(asked),
-        "model": {"name": architecture.name, "parameters": architecture.parameters},
-        "gpu": asdict(gpu),
-        "workload": {**asdict(workload), "held_tokens": workload.held_tokens},
-        "roofline": asdict(line),
-        "alternatives": [plain(candidate) for candidate in found[1:]],
-        "table": table(found),
-    }

@@ -55,7 +55,7 @@ def card(facts: Mapping[str, Any], model: Model, contents: Contents) -> str:
     prompts, throughput = facts["prompts"], facts["throughput"]
     rows = sum(contents.rows.values())
     sampling = {k: v for k, v in (contents.sampling or {}).items() if k not in ("seed", "max_tokens")}
-    partial = bool(facts.get("partial"))
+    partial = bool(prompts.get("partial"))
     sections = [
         _front_matter(config["dataset"], contents),
         f"# Answers of {model.name}, to train a drafter with",

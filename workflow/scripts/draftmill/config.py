@@ -42,6 +42,9 @@ NEUTRAL_SAMPLING: dict[str, float | int] = {
 }
 """What a sampling parameter is where neither the user nor the model says anything (SGLang 0.5.23, SamplingParams)."""
 
+SGLANG_SAMPLING = ("stop_token_ids", "min_new_tokens", "stop_regex", "logit_bias")
+"""Sampling parameters that only SGLang takes."""
+
 NUMERIC_FLAGS: dict[str, str] = {
     # SGLang 0.5.23, arg_groups/fields/{model,exec_,lora,spec}.py
     "--model-path": "model.path",
@@ -135,7 +138,7 @@ def resolve(raw: Mapping[str, Any], source: str = "config.yaml") -> Config:
     """The whole configuration: `raw` checked against the schema and every missing key at its default.
 
     Blocks left empty in YAML (null) count as not given. Whole numbers given for a real one become real, so that 1 and
-    1.0 are the same configuration. Raises UserError with one line for each fault.
+    1.0 are the same configuration; environment variables become texts. Raises UserError with one line for each fault.
     """
     given = _tidy(raw, schema())
     faults = [f"{source}: {fault}" for fault in _unknown_keys(given, schema(), "")]
@@ -143,6 +146,8 @@ def resolve(raw: Mapping[str, Any], source: str = "config.yaml") -> Config:
     if faults:
         raise UserError("\n".join(faults))
     resolved: Config = _filled(given, schema())
+    server = resolved["operation"]["server"]
+    server["env"] = {name: str(value) for name, value in server["env"].items()}
     return resolved
 
 
@@ -408,6 +413,7 @@ def check(config: Config, model: "Model | None", gpus: int | None, source: str =
         *_model_faults(config, model),
         *_length_faults(config, model),
         *_operation_faults(config, gpus),
+        *_engine_faults(config, model),
         *_flag_faults(config),
     ]
     if faults:
@@ -501,8 +507,14 @@ def _operation_faults(config: Config, gpus: int | None) -> Iterator[str]:
             "operation.engine is sglang, but model.path is embedded, which llama.cpp serves; give a folder in Hugging Face "
             "form in model.path, or set operation.engine to auto."
         )
-    if engine == "llamacpp" and config["sampling"]["stop_regex"]:
-        yield "sampling.stop_regex is not known to llamacpp; use sampling.stop, or operation.engine sglang."
+
+
+def _engine_faults(config: Config, model: "Model | None") -> Iterator[str]:
+    engine = config["operation"]["engine"]
+    if engine == "llamacpp" or (engine == "auto" and model is not None and model.kind == "gguf"):
+        for name in SGLANG_SAMPLING:
+            if config["sampling"][name]:
+                yield f"sampling.{name} is not known to llama.cpp's server, which serves this model; leave it out."
 
 
 def on_cpu(config: Config) -> bool:

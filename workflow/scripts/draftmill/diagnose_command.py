@@ -113,7 +113,7 @@ def _engine(args: argparse.Namespace) -> Engine:
 
 
 def _state_beside(file: Path) -> dict[str, object]:
-    """The slot's published state (`<slot>.json` beside `<slot>.telemetry.jsonl`), empty where there is none."""
+    """The slot's published state, `<slot>.json` beside `<slot>.telemetry.jsonl`; empty where there is none."""
     name = file.name.removesuffix(".gz").removesuffix(".telemetry.jsonl")
     state = file.with_name(f"{name}.json")
     if name == file.name or not state.exists():

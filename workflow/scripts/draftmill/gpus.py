@@ -38,7 +38,7 @@ def _gpu(name: str, nominal_gb: int, memory_mib: int, tb_s: float, tflops: float
 # Data sheets give tensor throughput with sparsity; the dense figure here is half of it.
 GPUS: tuple[Gpu, ...] = (
     _gpu("B300", 288, 275040, 8.0, 2250, "NVIDIA DGX B300 data sheet (HGX B300, one of 8 GPUs)"),
-    _gpu("GB200", 192, 189471, 8.0, 2500, "NVIDIA GB200 NVL72 data sheet (one of 72 GPUs)"),
+    _gpu("GB200", 186, 189471, 8.0, 2500, "NVIDIA GB200 NVL72 data sheet (one of 72 GPUs)"),
     _gpu("B200", 192, 183359, 8.0, 2250, "NVIDIA DGX B200 data sheet (one of 8 GPUs)"),
     _gpu("GH200", 96, 97871, 4.0, 989.5, "NVIDIA GH200 Grace Hopper data sheet (HBM3)"),
     _gpu("H200", 141, 143771, 4.8, 989.5, "NVIDIA H200 Tensor Core GPU data sheet (SXM)"),

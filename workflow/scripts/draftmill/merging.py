@@ -28,7 +28,7 @@ import pyarrow.parquet as pq
 
 from draftmill.errors import UserError
 from draftmill.exports.tables import ParquetFile
-from draftmill.judging import read_table, write_table
+from draftmill.judging import Judge, read_table, write_table
 from draftmill.rows import GENERATED, MERGED, REJECTED
 from draftmill.validation import (
     DUPLICATE,
@@ -44,9 +44,8 @@ from draftmill.validation import (
 WORKERS = 2
 BATCH_ROWS = 256
 ROWS_IN_MEMORY = 8192  # over all open shards
-RETOKENISED_ROWS = (
-    20_000  # rows of a large run to retokenise: half the work of judging one, and enough for a share
-)
+RETOKENISED_ROWS = 10_000  # of a large run: retokenising is half the work, and these are enough for a share
+SMALL_RUN = 1_000  # turns that are judged sooner here than two workers start
 NAMED_ROWS = 10  # so many rows a refusal names
 
 
@@ -75,10 +74,12 @@ def merge(
         with ExitStack() as stack:
             accepted_file = stack.enter_context(closing(ParquetFile(aside[merged], MERGED)))
             rejected_file = stack.enter_context(closing(ParquetFile(aside[rejected], REJECTED)))
-            judges = stack.enter_context(
-                Judges(model_folder, config, min(1.0, RETOKENISED_ROWS / max(1, prompts["turns"])))
-            )
-            for batch in settle(judges.in_order(_batches(generated)), str(policy[DUPLICATE])):
+            share = min(1.0, RETOKENISED_ROWS / max(1, prompts["turns"]))
+            if prompts["turns"] > SMALL_RUN:
+                judges: Judges | Judge = stack.enter_context(Judges(model_folder, config, share))
+            else:
+                judges = Judge(model_folder, config, share)
+            for batch in settle(_judged(judges, _batches(generated)), str(policy[DUPLICATE])):
                 accounts.add(batch)
                 accepted_file.write(_accepted(batch, str(policy[DUPLICATE])))
                 rejected_file.write(_rejected(batch))
@@ -242,15 +243,9 @@ class Judges:
             with suppress(BrokenPipeError), worker:  # closes the pipes, which ends the worker, and waits
                 pass
 
-    def in_order(self, batches: Iterator[tuple[pa.Table, list[int]]]) -> Iterator[Batch]:
-        """Every batch judged, in the order given, a few in work at once."""
-        ahead: deque[tuple[Future[pa.Table], list[int]]] = deque()
-        for table, shards in batches:
-            ahead.append((self._threads.submit(self._ask, table), shards))
-            if len(ahead) > WORKERS + 1:
-                yield _result(*ahead.popleft())
-        while ahead:
-            yield _result(*ahead.popleft())
+    def submit(self, table: pa.Table) -> Future[pa.Table]:
+        """Has ``table`` judged by the next worker that is free."""
+        return self._threads.submit(self._ask, table)
 
     def _ask(self, table: pa.Table) -> pa.Table:
         worker = self._idle.get()
@@ -271,8 +266,20 @@ class Judges:
         return judged
 
 
-def _result(future: Future[pa.Table], shards: list[int]) -> Batch:
-    return Batch.of(future.result(), shards)
+def _judged(judges: Judges | Judge, batches: Iterator[tuple[pa.Table, list[int]]]) -> Iterator[Batch]:
+    """Every batch judged, in the order given; workers have a few in work at once."""
+    if isinstance(judges, Judge):
+        for table, shards in batches:
+            yield Batch.of(judges.judge(table), shards)
+        return
+    ahead: deque[tuple[Future[pa.Table], list[int]]] = deque()
+    for table, shards in batches:
+        ahead.append((judges.submit(table), shards))
+        if len(ahead) > WORKERS + 1:
+            future, its_shards = ahead.popleft()
+            yield Batch.of(future.result(), its_shards)
+    for future, its_shards in ahead:
+        yield Batch.of(future.result(), its_shards)
 
 
 # --- settling: what one row means for another

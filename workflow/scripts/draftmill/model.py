@@ -92,14 +92,14 @@ def freeze(settings: dict[str, Any], location: Path, folder: Path) -> Model:
         )
     (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
     context = facts["context_length"]
-    if settings["context_length"]:
-        context = min(int(settings["context_length"]), context)
+    if settings["context_length"]:  # longer than the checkpoint's only with overrides (a rope scaling), checked before
+        context = int(settings["context_length"])
     tokenizer_file = folder / "tokenizer.json"
     backend = tokenizers.Tokenizer.from_file(str(tokenizer_file))
     model = Model(
         path=str(location),
         revision=settings["revision"],
-        template_date=settings.get("template_date"),
+        template_date=settings["template_date"],
         template_hash=_digest(template.encode()),
         template_has_thinking=ChatTemplate(template, {}).has_thinking,
         tokenizer_hash=_digest(tokenizer_file.read_bytes()),

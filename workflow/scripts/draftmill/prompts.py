@@ -38,7 +38,7 @@ from draftmill.errors import UserError
 LONGEST_ROW = 32 << 20
 MOST_VALUES = 2_000_000
 MOST_UNPACKED = 200
-UNPACKED_FREELY = 64 << 20
+UNPACKED_FREELY = 16 << 20
 CHUNK = 1 << 20
 BATCH_ROWS = 128
 TABLE_SUFFIXES = (".csv", ".tsv")

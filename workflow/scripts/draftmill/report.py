@@ -22,7 +22,7 @@ import yaml
 
 from draftmill import __version__, pages, plots
 from draftmill.plots import Band, Mark, Series
-from draftmill.records import number, optional, read_state, text, write_aside
+from draftmill.records import json_lines, number, optional, read_state, text, write_aside
 from draftmill.statistics import duration
 
 Table = Mapping[str, object]
@@ -102,7 +102,8 @@ ITEMS = (
         "2. Throughput",
         {"item": "Tuning", "kind": "plot"},
         "Output tokens per second of each candidate for the server's flags, measured in steady state on the run's own "
-        "first turns. The longest bar among those that passed the quality checks was adopted.",
+        "first turns, with the standard error. Expected is what the capacity model had promised against the asked "
+        "flags. The longest bar whose answers stayed the same and sound was adopted.",
     ),
     Item(
         "token-lengths",
@@ -300,8 +301,11 @@ def overview(run: Run) -> Page:
         ),
         (
             "tokens to train on",
-            plots.number(tokens),
-            f"median {_said(optional(lengths, 'p50'))} an answer, 95 % under {_said(optional(lengths, 'p95'))}",
+            plots.number(int(run.accepted.get_column("completion_len").sum())),
+            (
+                f"of {plots.number(tokens)} generated; median {_said(optional(lengths, 'p50'))} an answer, "
+                f"95 % under {_said(optional(lengths, 'p95'))}"
+            ),
         ),
         (
             "speed",
@@ -617,25 +621,46 @@ def shard_times(run: Run) -> Page:
 
 def tuning(run: Run) -> Page:
     """Candidates and what they measured."""
-    found = read_state(run.results / "tuning" / "tuning.json")
-    candidates = _tables(found.get("candidates"))
-    if not candidates:
+    measured = list(json_lines(run.results / "tuning" / "measurements.jsonl"))
+    winner = read_state(run.results / "tuning" / "winner.json")
+    if not measured:
         return "No tuning was done: the servers ran with the flags of the config.", [
             pages.paragraph(
                 "Run `snakemake tune`, or set operation.server.flags to auto, to measure candidates."
             )
         ]
-    rows = []
-    for candidate in sorted(candidates, key=lambda one: -number(one, "output_tokens_per_s")):
-        rate, spread = optional(candidate, "output_tokens_per_s"), optional(candidate, "spread")
-        result = text(candidate, "status") or "measured" if rate is None else f"{plots.number(rate)} tok/s"
-        around = f" ± {plots.number(spread)}" if rate is not None and spread is not None else ""
-        why = f"; {text(candidate, 'reason')}" if candidate.get("reason") else ""
-        rows.append((text(candidate, "flags") or "(no flags)", rate or 0.0, f"{result}{around}{why}"))
-    lead = (
-        f"{len(rows)} candidates were measured; adopted: {text(found, 'winner') or 'the flags as they were'}."
+    # Measurements of another card, version or model do not compare with these.
+    shown = text(winner, "circumstances") or text(measured[-1], "circumstances")
+    rows = sorted(
+        (one for one in measured if text(one, "circumstances") == shown),
+        key=lambda one: -number(one, "tok_s"),
     )
-    return lead, [plots.bars("Output tokens per second by flags", rows)]
+    bars, lines = [], []
+    for one in rows:
+        name = text(one, "name") + (
+            " (adopted)" if _flags(one) == _flags(winner) and not one.get("model") else ""
+        )
+        rate = f"{plots.number(number(one, 'tok_s'))} ± {plots.number(number(one, 'error'))} tok/s"
+        outcome = text(one, "outcome")
+        note = rate if outcome == "measured" else f"{outcome}: {text(one, 'detail') or rate}"
+        bars.append((name, number(one, "tok_s"), note))
+        running = f"{number(one, 'running'):.0f} of {number(one, 'capacity'):.0f}"
+        expected = f"{number(one, 'expected_gain', 1.0):.2f}×"
+        rejected = _share(number(one, "rejected"), number(one, "answers"))
+        lines.append((name, _flags(one) or "(none)", expected, rate, running, text(one, "verdict"), rejected))
+    head = ("setting", "flags", "expected", "measured", "running", "bound by", "answers rejected")
+    proposals = winner.get("proposals")
+    body = [
+        plots.bars("Output tokens per second of one server", bars),
+        *(
+            pages.paragraph(str(proposal), "warn")
+            for proposal in (proposals if isinstance(proposals, list) else [])
+        ),
+        pages.heading("All measurements"),
+        pages.table(head, lines, numbers=False),
+    ]
+    adopted = text(winner, "reason") or "nothing was adopted"
+    return f"{len(rows)} settings were measured. {adopted[:1].upper()}{adopted[1:].rstrip('.')}.", body
 
 
 def _histogram(title: str, lengths: pl.Series, marks: Sequence[Mark], colour: int) -> str:

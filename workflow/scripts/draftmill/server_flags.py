@@ -332,7 +332,7 @@ def slots_per_request(flags: ServerFlags, architecture: str) -> int:
 
 
 def refusals(flags: ServerFlags, dialect: Dialect, architecture: str = "", hybrid: bool = False) -> list[str]:
-    """Why SGLang would not start with these flags, one sentence each; empty when it would, as far as is known."""
+    """Why SGLang would not start with these flags, one sentence each; empty where nothing speaks against it."""
     found: list[str] = []
     names = [word.partition("=")[0] for word in flags.asked if word.startswith("--")]
     if dialect.sure:

@@ -15,7 +15,7 @@ import requests
 
 from draftmill import config as settings
 from draftmill import engines, tuning
-from draftmill.engines.sglang import known_flags
+from draftmill.engines.sglang import COMMAND_VARIABLE, known_flags
 from draftmill.errors import UserError
 from draftmill.fleet.slots import Slot, slots
 from draftmill.model import Model
@@ -71,8 +71,14 @@ def server_spec(
         capacity=server["capacity"],
         threads=server["threads"] or max(1, (os.cpu_count() or 1) // max(1, len(slots(operation)))),
         gpus=tuple(gpu.uuid for gpu in slot.gpus),
-        env=dict(server["env"]),
+        env=_environment(server),
     )
+
+
+def _environment(server: Mapping[str, Any]) -> dict[str, str]:
+    """The servers' own environment variables; operation.server.python names another interpreter's SGLang."""
+    python = {COMMAND_VARIABLE: f"{server['python']} -m sglang.launch_server"} if server["python"] else {}
+    return {**python, **server["env"]}
 
 
 def dialect(address: str, key: str) -> engines.Engine | None:
@@ -87,9 +93,9 @@ def dialect(address: str, key: str) -> engines.Engine | None:
     return None
 
 
-def dialect_of(version: str, environment: Mapping[str, str]) -> Dialect:
+def dialect_of(version: str, server: Mapping[str, Any]) -> Dialect:
     """The flags and values that the installed SGLang knows, as the capacity model wants them."""
-    known = known_flags(environment)
+    known = known_flags(_environment(server))
     page = "\n".join(
         f"  {flag} {{{','.join(values)}}}" if values else f"  {flag}" for flag, values in known.items()
     )

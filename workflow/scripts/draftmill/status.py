@@ -240,7 +240,7 @@ def servers_table(servers: Sequence[ServerNow], t: float) -> Table:
             _share(server.kv_usage),
             _share(server.state_usage),
             "-" if server.tok_s is None else said(server.tok_s),
-            server.binds or "",
+            (server.binds or "").removesuffix("-bound").replace("compute- or bandwidth", "compute"),
         )
     return table
 

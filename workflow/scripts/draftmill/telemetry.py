@@ -107,7 +107,7 @@ _LABEL = re.compile(r'([a-zA-Z_][a-zA-Z0-9_]*)="((?:[^"\\]|\\.)*)"')
 
 
 def prometheus_series(text: str) -> dict[str, Series]:
-    """Every series of a Prometheus text page by metric name; NaN, infinities and broken lines are left out."""
+    """Every series of a Prometheus page by metric name; NaN, infinities and broken lines are left out."""
     found: dict[str, Series] = {}
     for line in text.splitlines():
         match = _SERIES.match(line.strip())

@@ -23,7 +23,7 @@ from typing import Any
 
 import requests
 
-from draftmill import bottleneck, capacity, engines, serving, tuning
+from draftmill import bottleneck, candidates, capacity, engines, serving, tuning
 from draftmill import config as settings
 from draftmill.answering import Asker, end_with_owner
 from draftmill.architecture import read_architecture
@@ -104,6 +104,7 @@ class _Tuner:
         self._started: list[Setting] = []
         self._circumstances: str | None = None
         self._planned = threading.Event()
+        self._faults: list[Exception] = []
 
     def run(self) -> tuning.Decision:
         all_slots = slots(self._config["operation"])
@@ -119,6 +120,8 @@ class _Tuner:
             for worker in workers:
                 worker.join()
         self._writer.close()
+        if self._faults:
+            raise self._faults[0]
         done = tuning.read_measurements(self._results, self._circumstances)
         decision = tuning.decide(done, self._asked)
         if decision.adopted is not None:
@@ -162,8 +165,8 @@ class _Tuner:
                         setting.name, measurement.outcome, measurement.tok_s, measurement.error, measurement.detail,
                     )  # fmt: skip
                     tuning.keep(self._results, measurement)
-        except Exception:
-            log.exception("tuning on %s ended", slot.name)
+        except Exception as fault:  # noqa: BLE001  raised again by run
+            self._faults.append(fault)
         finally:
             self._planned.set()
 
@@ -205,16 +208,16 @@ class _Tuner:
         own = engines.load("sglang").numerics_flags(self._config["model"])
         parallel = ("--tp-size", str(len(slot.gpus))) if len(slot.gpus) > 1 else ()
         asked = read_flags([*own, *parallel, *self._asked.flags])
-        found = capacity.candidates(
+        found = candidates.candidates(
             read_architecture(shard.model.config),
             card,
             asked,
             self._workload(),
-            serving.dialect_of(str(facts["version"]), self._config["operation"]["server"]["env"]),
+            serving.dialect_of(str(facts["version"]), self._config["operation"]["server"]),
             allow_state_dtype=self._config["operation"]["tune"]["allow_state_dtype"],
             gpu_memory_bytes=slot.gpus[0].memory_bytes,
         )
-        log.info("expected, before measuring:\n%s", capacity.table(found))
+        log.info("expected, before measuring:\n%s", candidates.table(found))
         fixed = {*own, *parallel}
         for candidate in found[1:MOST_CANDIDATES]:
             flags = list(candidate.flags.asked)

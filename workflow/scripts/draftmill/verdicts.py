@@ -16,7 +16,8 @@ from draftmill.records import Server, json_lines, read_state, telemetry_files
 from draftmill.server_flags import UNKNOWN, dialect_of_version, read_flags
 from draftmill.telemetry import Sample
 
-MOST_SAMPLES = 40_000
+LINE_BYTES = 400  # of a sample, about
+MOST_SAMPLES = 20_000
 """Samples of one server that a diagnosis looks at; longer runs are thinned."""
 MOST_WINDOWS = 500
 
@@ -45,18 +46,17 @@ def engine_of(server: Server, model_config: Mapping[str, object] | None) -> Engi
 
 
 def samples_between(paths: Sequence[Path], stretches: Sequence[tuple[float, float]]) -> list[Sample]:
-    """The samples inside the stretches of time, at most about `MOST_SAMPLES` of them; broken lines are left out."""
+    """The samples inside the stretches of time, about `MOST_SAMPLES` at most; broken lines are left out."""
+    lines = sum(path.stat().st_size for path in paths) // LINE_BYTES
     samples = []
     for path in paths:
-        for record in json_lines(path):
+        for record in json_lines(path, every=max(1, lines // MOST_SAMPLES)):
             try:
                 sample = Sample.from_dict(record)
             except UserError:
                 continue
             if any(start <= sample.t <= end for start, end in stretches):
                 samples.append(sample)
-                if len(samples) >= 2 * MOST_SAMPLES:
-                    samples = samples[::2]
     return samples
 
 

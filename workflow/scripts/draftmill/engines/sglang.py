@@ -34,6 +34,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import orjson
 import requests
 
 from draftmill.engines import Completion, Facts, Launch, Refused, ServerSpec, Transient
@@ -172,9 +173,10 @@ class SGLang:
     def facts(self, address: str, key: str, log: Path | None = None) -> Facts | None:
         """What the server says of itself once its own warm-up is over; None before.
 
-        The effective running requests stand in ``internal_states``, which older versions lack: for those
-        give the server's ``log``, whose start-up line names them. UserError where neither does, or for a
-        key that the server refuses.
+        None too for a server that refuses the key: somebody else has taken the port, which ours will
+        find out (``start_failed``). The effective running requests stand in ``internal_states``, which
+        older versions lack: for those give the server's ``log``, whose start-up line names them.
+        UserError where neither does.
         """
         try:
             if _get(address, "/health", key).status_code != 200:  # 503 until the warm-up has passed
@@ -184,11 +186,6 @@ class SGLang:
                 reply = _get(address, "/get_server_info", key)
         except requests.RequestException:
             return None
-        if reply.status_code in (401, 403):
-            raise UserError(
-                f"The server at {address} refuses this run's API key; it is not ours, or operation.attach "
-                "needs its key: stop it, or choose another port."
-            )
         info = _object(reply.content)
         if reply.status_code != 200 or info is None:
             return None
@@ -242,7 +239,7 @@ class SGLang:
                 "stop_regex": list(sampling["stop_regex"]),
                 "logit_bias": dict(sampling["logit_bias"]) or None,
                 "ignore_eos": sampling["ignore_eos"],
-                "sampling_seed": sampling["seed"] & (2**63 - 1),  # a signed 64-bit integer over there
+                "sampling_seed": sampling["seed"],
                 "n": 1,
                 "skip_special_tokens": False,
                 "spaces_between_special_tokens": False,
@@ -489,8 +486,8 @@ def _get(address: str, route: str, key: str) -> requests.Response:
 
 def _object(body: bytes) -> dict[str, Any] | None:
     try:
-        found = json.loads(body)
-    except ValueError:
+        found = orjson.loads(body)
+    except orjson.JSONDecodeError:
         return None
     return found if isinstance(found, dict) else None
 
