@@ -26,9 +26,9 @@ include: "workflow/rules/report.smk"
 
 
 rule all:
+    default_target: True
     """The dataset, the throughput, and everything the report shows."""
     input:
         rules.drafter_dataset.output,
         rules.throughput.output,
         rules.report_items.output,
-    default_target: True

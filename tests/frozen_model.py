@@ -26,7 +26,7 @@ def freeze(folder: Path, context: int = 8192, template: str = PLAIN) -> Path:
     backend.add_special_tokens(list(SPECIAL))
     backend.save(str(folder / "tokenizer.json"))
     (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
-    facts = {
+    facts: dict[str, object] = {
         "path": "none",
         "name": "bytes",
         "kind": "hf",

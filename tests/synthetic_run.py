@@ -367,12 +367,12 @@ def write_results(results: Path, *, reject_every: int = 10) -> None:
 
 def write_tuning(results: Path) -> None:
     """Writes what the tuner leaves behind: the asked flags, a better setting, and one that failed."""
-    settings = (
+    settings: tuple[tuple[str, list[str], str, float, str, str], ...] = (
         ("as asked", [], "measured", 1436.0, "state-bound", ""),
         ("radix cache off", ["--disable-radix-cache"], "measured", 3253.0, "compute-bound", ""),
         ("more memory", ["--mem-fraction-static", "0.97"], "failed", 0.0, "", "out of memory at start"),
     )
-    measurements = [
+    measurements: list[dict[str, object]] = [
         {
             "name": name,
             "flags": flags,

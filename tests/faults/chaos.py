@@ -22,7 +22,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -133,7 +133,15 @@ class Outcome:
 class Seed:
     """One seed's run, from its first session to the check of the laws."""
 
-    def __init__(self, seed: int, base: Path, model: Path, reference: Reference, rejected: set[str]) -> None:
+    def __init__(
+        self,
+        seed: int,
+        base: Path,
+        model: Path,
+        reference: Reference,
+        rejected: set[str],
+        prompts: Sequence[Mapping[str, Any]],
+    ) -> None:
         self.draw = random.Random(seed)
         self.reference, self.rejected = reference, rejected
         faults = server_faults(self.draw)
@@ -157,7 +165,7 @@ class Seed:
             standin={"faults": faults, "seed": seed},
             environment=environment,
         )
-        self.run.prompts([*harness.conversations(), harness.poison()])
+        self.run.prompts(prompts)
         named = [fault["fault"] for fault in faults if fault is not REFUSING]
         self.outcome = Outcome(seed, named + (["clock jump"] if environment else []))
         self.snapshots: list[tuple[float, set[str]]] = []
@@ -212,7 +220,8 @@ class Seed:
         (run.folder / "filler").unlink(missing_ok=True)
         if hit and hit.damage and run.segments():
             damage(self.draw.choice(run.segments()), hit.damage, self.draw)
-        self.snapshots.append((time.monotonic(), run.journal() if run.segments() else set()))
+        kept = run.journal() if run.segments() else set()
+        self.snapshots.append((time.monotonic(), kept))
         if code != 0 and out.sessions == 1 and (run.results / "prompts.json").exists():
             out.broken += harness.untrue_plan(run, self.shards)
         return code
@@ -231,7 +240,7 @@ class Seed:
     def _strike(self, hit: Hit, process: subprocess.Popen[bytes]) -> None:
         run = self.run
         if hit.what == "disk full":
-            _fill(run.folder / "filler")
+            fill(run.folder / "filler")
         elif hit.what == "second run":
             if run.finish(TARGET) == 0 and process.poll() is None:
                 self.outcome.broken.append("a second run in the same directory did not refuse")
@@ -293,7 +302,7 @@ def _small_disk(folder: Path) -> Path | None:
     return folder if done.returncode == 0 else None
 
 
-def _fill(path: Path) -> None:
+def fill(path: Path) -> None:
     """Takes all room on the small disk; does nothing on a large one."""
     free = shutil.disk_usage(path.parent).free
     if free < 100 << 20:
@@ -332,7 +341,9 @@ def main() -> None:
         rows, rejected = reference(base, model)
 
         def play(number: int) -> Outcome:
-            seed = Seed(number, base, model, rows, rejected)
+            seed = Seed(
+                number, base, model, rows, rejected, prompts=[*harness.conversations(), harness.poison()]
+            )
             outcome = seed.play()
             print(outcome, flush=True)
             seed.close(asked.keep)

@@ -13,12 +13,14 @@ import re
 import secrets
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +38,8 @@ END_S = 10.0  # law 5: nothing of a run is left after so long
 ROLES = {
     "generate": "generate.py",
     "lease": "lease.py",
-    "supervisor": "supervisor.py",
     "keeper": "keeper.py",
+    "supervisor": "supervisor.py",
     "server": "standin_server.py",
     "snakemake": "-m snakemake",
 }
@@ -72,6 +74,14 @@ STANDIN_SPEC: dict[str, Any] = {
 }
 
 
+def over(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """`base` with `changes` laid over it, mapping by mapping."""
+    out = dict(base)
+    for name, value in changes.items():
+        out[name] = over(out.get(name, {}), value) if isinstance(value, Mapping) else value
+    return out
+
+
 @dataclass(frozen=True)
 class Process:
     """One process of the run. `role` is a key of ROLES, `child` for a server's child, or `other`."""
@@ -98,7 +108,7 @@ class Run:
     environment: dict[str, str] = field(default_factory=dict)
     mark: str = field(default_factory=lambda: secrets.token_hex(8))
     started: int = 0
-    killed_at: list[float] = field(default_factory=list)
+    moment: float = 0.0  # when the journal was last read (monotonic s)
 
     def __post_init__(self) -> None:
         """Writes config, prompts and the servers' behaviour."""
@@ -109,7 +119,8 @@ class Run:
             "profiles",
             "envs",
         ):  # as in a clone: the plain commands work here
-            (self.folder / name).symlink_to(ROOT / name)
+            if not (self.folder / name).is_symlink():
+                (self.folder / name).symlink_to(ROOT / name)
         self.configure(self.settings)
         self.behave(self.standin)
 
@@ -120,7 +131,7 @@ class Run:
     def configure(self, changes: Mapping[str, Any]) -> None:
         """Writes config.yaml: SETTINGS, this run's model, and `changes` laid over them."""
         self.settings = dict(changes)
-        merged = _over(_over(SETTINGS, {"model": {"path": str(self.model)}}), changes)
+        merged = over(over(SETTINGS, {"model": {"path": str(self.model)}}), changes)
         (self.folder / "config.yaml").write_text(yaml.safe_dump(merged))
 
     def behave(self, changes: Mapping[str, Any]) -> None:
@@ -184,10 +195,22 @@ class Run:
                 command, env=self.env(), stdout=output, stderr=output, start_new_session=True, cwd=self.folder
             )
 
-    def dry_run(self) -> dict[str, list[str]]:
+    def command(self, *words: str) -> subprocess.CompletedProcess[str]:
+        """Runs `python -m draftmill …` in the run's folder."""
+        return subprocess.run(
+            [sys.executable, "-m", "draftmill", *words],
+            env=self.env(),
+            cwd=self.folder,
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+
+    def dry_run(self, *targets: str) -> dict[str, list[str]]:
         """What `snakemake -n` would run: rule -> the shards (wildcards), or [""] for a rule without."""
         done = subprocess.run(
-            [sys.executable, "-m", "snakemake", "-n", *self._flags()],
+            [sys.executable, "-m", "snakemake", "-n", *targets, *self._flags()],
             env=self.env(),
             cwd=self.folder,
             capture_output=True,
@@ -227,14 +250,13 @@ class Run:
                 continue
             role = next((role for role, part in ROLES.items() if part in command), "other")
             found.append(Process(int(entry.name), int(stat[1]), role, command.strip()))
-        servers = {p.pid for p in found if p.role == "server"}
-        keepers = {p.pid for p in found if p.role == "keeper"}
+        paths = (self.folder / "standin").glob("start-*.json")
+        servers = {facts["pid"] for path in paths if (facts := _parsed(path.read_bytes()))}
         return [
-            Process(p.pid, p.parent, "child", p.command)
-            if p.role == "server" and p.parent not in keepers and (p.parent in servers or keepers)
-            else p
-            for p in found
-            if "keeper.py" not in p.command or p.role == "keeper"
+            replace(process, role="child")
+            if process.role == "server" and process.pid not in servers
+            else process
+            for process in found
         ]
 
     def having(self, role: str) -> list[Process]:
@@ -247,6 +269,39 @@ class Run:
         while (left := self.processes()) and time.monotonic() < deadline:
             time.sleep(0.1)
         return left
+
+    def listening(self) -> set[str]:
+        """ "address:port" of every TCP socket on which a process of the run listens."""
+        return {local for local, _, state, _ in self._sockets(self.processes()) if state == "0A"}
+
+    def connections_of(self, role: str) -> int:
+        """How many TCP connections the processes of one role have open to servers of the run."""
+        ports = self.ports()
+        sockets = self._sockets(self.having(role))
+        counts = Counter(pid for _, remote, state, pid in sockets if state == "01" and _port(remote) in ports)
+        return max(counts.values(), default=0)
+
+    def ports(self) -> set[int]:
+        """The ports of all servers that were started."""
+        paths = (self.folder / "standin").glob("start-*.json")
+        return {int(facts["port"]) for path in paths if (facts := _parsed(path.read_bytes()))}
+
+    @staticmethod
+    def _sockets(processes: Sequence[Process]) -> list[tuple[str, str, str, int]]:
+        """(local, remote, state, pid) of the TCP sockets of some processes; the state as in /proc/net/tcp."""
+        owners: dict[str, int] = {}
+        for process in processes:
+            with contextlib.suppress(OSError):
+                for descriptor in Path(f"/proc/{process.pid}/fd").iterdir():
+                    with contextlib.suppress(OSError):
+                        owners[str(descriptor.readlink())] = process.pid
+        found = []
+        for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+            for line in Path(table).read_text().splitlines()[1:]:
+                words = line.split()
+                if (pid := owners.get(f"socket:[{words[9]}]")) is not None:
+                    found.append((_address(words[1]), _address(words[2]), words[3], pid))
+        return found
 
     def stop_all(self) -> None:
         """Kills everything of the run: the end of a test, never a part of what it judges."""
@@ -290,6 +345,7 @@ class Run:
         from draftmill.journal import Journal
 
         view = Journal(self.results / "journal")
+        self.moment = time.monotonic()
         keys = {key for key, _ in view.records()}
         view.close()
         return keys
@@ -318,6 +374,10 @@ class Run:
         """id -> reason of the rejected rows."""
         rows = pq.read_table(self.results / "rejected.parquet", columns=["id", "reason"]).to_pylist()
         return {row["id"]: row["reason"] for row in rows}
+
+    def state(self, slot: str) -> dict[str, Any]:
+        """What a slot's supervisor published last."""
+        return _parsed(next((self.results / "fleet").glob(f"*/{slot}.json")).read_bytes()) or {}
 
     def validation(self) -> dict[str, Any]:
         """results/validation.json."""
@@ -364,7 +424,7 @@ def unsound_accounts(run: Run, expected: set[str]) -> list[str]:
     return broken
 
 
-def differing(run: Run, reference: Mapping[str, Any], but: set[str]) -> list[str]:
+def differing(run: Run, reference: Mapping[str, Any], but: AbstractSet[str]) -> list[str]:
     """Law 1, resume = no resume: rows that differ from those of an undisturbed run, `but` for some ids."""
     merged = run.merged()
     return sorted(i for i in reference if i not in but and merged.get(i) != reference[i])
@@ -454,26 +514,21 @@ REFUSING = {
 }
 
 
+def _address(text: str) -> str:
+    """An address of /proc/net/tcp (hexadecimal, little-endian words) as one writes it."""
+    host, _, port = text.partition(":")
+    packed = b"".join(bytes.fromhex(host[i : i + 8])[::-1] for i in range(0, len(host), 8))
+    family = socket.AF_INET if len(packed) == 4 else socket.AF_INET6
+    return f"{socket.inet_ntop(family, packed).removeprefix('::ffff:')}:{int(port, 16)}"
+
+
+def _port(address: str) -> int:
+    return int(address.rpartition(":")[2])
+
+
 def _parsed(line: bytes) -> dict[str, Any] | None:
     try:
         loaded = orjson.loads(line)
     except orjson.JSONDecodeError:  # the last line of a server that was killed
         return None
     return loaded if isinstance(loaded, dict) else None
-
-
-def _over(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    out = dict(base)
-    for name, value in changes.items():
-        out[name] = _over(out.get(name, {}), value) if isinstance(value, Mapping) else value
-    return out
-
-
-@contextlib.contextmanager
-def made(folder: Path, model: Path, **how: Any) -> Iterator[Run]:
-    """A run that is removed at the end, with all its processes."""
-    run = Run(folder, model, **how)
-    try:
-        yield run
-    finally:
-        run.stop_all()

@@ -55,8 +55,8 @@ STEP_MS = (17.1, 0.085)
 PREFILL_MS = (85.0, 0.094)
 PREFILL_CHUNK_TOKENS = 8192
 
-# What a fault may be. Start faults take `starts` (the k-th start over the folder, from 1) or `start_probability`,
-# and apply to every start without either. Request faults also take `requests` (the n-th /generate of that start),
+# What a fault may be. All take `starts` (the k-th start over the folder, from 1), `slots` (the supervisor's names)
+# or `start_probability`, and apply to every start without any. Request faults also take `requests` (the n-th /generate of that start),
 # `probability`, or `token` (a token of the vocabulary that stands in the prompt); `once` lets each prompt meet
 # the fault only the first time over all starts.
 FAULTS = {
@@ -409,6 +409,7 @@ class Server:
     def __init__(self, flags: argparse.Namespace, spec: dict[str, Any]) -> None:
         self.flags, self.spec = flags, spec
         self.folder = Path(spec["folder"]) if spec.get("folder") else None
+        self.slot = os.environ.get("DRAFTMILL_SLOT", str(flags.port)).rpartition("/")[2]
         self.start = self._count_start()
         self.log = os.open(os.devnull, os.O_WRONLY)
         if self.folder:
@@ -457,8 +458,7 @@ class Server:
             try:
                 with (self.folder / f"start-{number:04d}.json").open("xb") as file:
                     facts = {"pid": os.getpid(), "t": time.monotonic(), "port": self.flags.port}
-                    slot = os.environ.get("DRAFTMILL_SLOT", str(self.flags.port))
-                    file.write(orjson.dumps({**facts, "slot": slot.rpartition("/")[2], "argv": sys.argv}))
+                    file.write(orjson.dumps({**facts, "slot": self.slot, "argv": sys.argv}))
                 return number
             except FileExistsError:
                 number += 1
@@ -472,6 +472,8 @@ class Server:
                 sys.exit(f"STANDIN names the unknown fault {kind}; known: {', '.join(FAULTS)}")
             draw = random.Random(f"{self.spec.get('seed', 0)}:{self.start}:{i}:{kind}")
             if "starts" in spec and self.start not in spec["starts"]:
+                continue
+            if "slots" in spec and self.slot not in spec["slots"]:
                 continue
             if draw.random() >= spec.get("start_probability", 1.0):
                 continue

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import torch
+from tokenizers import pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
 
@@ -20,6 +21,10 @@ def convert(source: Path, folder: Path) -> None:
     shutil.rmtree(aside, ignore_errors=True)
     where = {"pretrained_model_name_or_path": str(source.parent), "gguf_file": source.name}
     tokenizer = AutoTokenizer.from_pretrained(**where)
+    # A GGUF file only names the split of its tokenizer (smollm), and transformers leaves the digits out of it.
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
     model = AutoModelForCausalLM.from_pretrained(
         **where, dtype=torch.bfloat16, quantization_config=GgufConfig(dequantize=True)
     )

@@ -1,16 +1,24 @@
 """One row of any shape becomes one conversation, or is refused with a reason."""
 
 import json
+import random
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from draftmill.conversations import COLUMNS, Conversation, RowRefused, TurnPolicy, normalise, row_id
+from draftmill.conversations import (
+    CHAT_COLUMNS,
+    COLUMNS,
+    RowRefused,
+    TurnPolicy,
+    normalise,
+    row_id,
+)
 
 
-def user(text: str) -> dict[str, Any]:
+def user(text: Any) -> dict[str, Any]:
     return {"role": "user", "content": text}
 
 
@@ -163,14 +171,14 @@ def test_sharegpt_function_calls() -> None:
         ({"messages": ["hi"]}, "not_messages", "text"),
         ({"messages": {"role": "user"}}, "not_messages", "an object"),
         ({"messages": "hello"}, "not_messages", '"hello"'),
-        ({"messages": [user(7)]}, "not_text", "a number"),  # type: ignore[arg-type]
+        ({"messages": [user(7)]}, "not_text", "a number"),
         ({"prompt": 7}, "not_text", "a number"),
         ({"prompt": "hi\ud83d"}, "lone_surrogate", "U+D83D"),
         ({"prompt": "caf\udce9"}, "not_utf8", "0xe9"),
-        ({"messages": [user([{"type": "image_url", "image_url": {"url": "x"}}])]}, "image", "image_url"),  # type: ignore[arg-type]
-        ({"messages": [user([{"type": "text", "text": "see"}, {"type": "image"}])]}, "image", "image"),  # type: ignore[arg-type]
-        ({"messages": [user([{"text": "see", "image_url": "x"}])]}, "image", "image_url"),  # type: ignore[arg-type]
-        ({"messages": [user([{"type": "input_audio", "x": 1}])]}, "unsupported_content", "input_audio"),  # type: ignore[arg-type]
+        ({"messages": [user([{"type": "image_url", "image_url": {"url": "x"}}])]}, "image", "image_url"),
+        ({"messages": [user([{"type": "text", "text": "see"}, {"type": "image"}])]}, "image", "image"),
+        ({"messages": [user([{"text": "see", "image_url": "x"}])]}, "image", "image_url"),
+        ({"messages": [user([{"type": "input_audio", "x": 1}])]}, "unsupported_content", "input_audio"),
         ({"prompt": "see <image>", "images": ["x"]}, "image", "images"),
         ({"prompt": "see data:image/png;base64," + "A" * 200}, "image", "base64"),
         ({"messages": [user("a"), {"role": "tool", "content": "x"}]}, "orphan_tool_result", "no call"),
@@ -216,48 +224,84 @@ def test_a_system_prompt_is_put_first_unless_there_is_one() -> None:
     assert bare.with_system("") is bare
 
 
-def test_the_content_hash_names_the_prompt_and_nothing_else() -> None:
-    one = normalise({"id": 1, "messages": [user("a "), assistant("old"), user("b")]}).conversation
-    two = normalise(
-        {"id": 2, "conversations": [user("a"), assistant("other"), user("b"), assistant("x")]}
+def test_the_content_hash_names_what_is_asked_and_what_was_answered_before() -> None:
+    messages = [user("a "), assistant("old"), user("b")]
+    one = normalise({"id": 1, "messages": messages}).conversation
+    same = normalise(
+        {"id": 2, "conversations": [user("a"), assistant(" old"), user("b")], "x": 1}
     ).conversation
-    assert one.content_hash() == two.content_hash() and len(one.content_hash()) == 32
-    assert one.content_hash() != normalise({"messages": [user("a"), user("b")]}).conversation.content_hash()
-    assert one.content_hash() != Conversation(one.turns, (TOOL,)).content_hash()
+    assert one.content_hash() == same.content_hash() and len(one.content_hash()) == 32
+    for row in (
+        {"messages": [user("a"), assistant("other"), user("b")]},  # asked the same, answered otherwise
+        {"messages": [*messages, assistant("more")]},
+        {"messages": [user("a"), user("b")]},
+        {"messages": messages, "tools": [TOOL]},
+    ):
+        assert one.content_hash() != normalise(row).conversation.content_hash()
 
 
-SCALARS = st.sampled_from([None, True, 0, 1.5, float("nan"), 10**30, "", "a", "\ud83d", "\udce9", "<think>"])
-JSON = SCALARS | st.lists(SCALARS, max_size=2) | st.dictionaries(st.sampled_from("ab"), SCALARS, max_size=2)
-WORDS = st.sampled_from(
-    [
-        "user",
-        "human",
-        "assistant",
-        "system",
-        "tool",
-        "function_call",
-        "text",
-        "image",
-        "<think>",
-        "\ud83d",
-        "a",
-        "",
-    ]
-)
-KEYS = st.sampled_from(
-    ["role", "from", "content", "value", "type", "text", "tool_calls", "function", "name", "arguments", "id"]
-)
-MESSAGES = st.lists(
-    st.dictionaries(KEYS, WORDS | JSON | st.lists(st.dictionaries(KEYS, WORDS | JSON, max_size=3)))
-)
+WORDS = [
+    "user",
+    "human",
+    "assistant",
+    "system",
+    "tool",
+    "function_call",
+    "text",
+    "image",
+    "<think>",
+    "\ud83d",
+    "a",
+    "",
+]
+KEYS = [
+    "role",
+    "from",
+    "content",
+    "value",
+    "type",
+    "text",
+    "tool_calls",
+    "function",
+    "name",
+    "arguments",
+    "id",
+]
 
 
-@settings(max_examples=500)
-@given(
-    st.dictionaries(st.sampled_from(COLUMNS), WORDS | JSON | MESSAGES, max_size=4),
-    st.sampled_from(["all", "last"]),
-)
-def test_any_row_is_a_sound_conversation_or_refused(row: dict[str, Any], policy: TurnPolicy) -> None:
+def hostile(draw: random.Random, depth: int = 0) -> Any:
+    kind = draw.randrange(4 if depth < 4 else 2)
+    if kind == 0:
+        return draw.choice(WORDS)
+    if kind == 1:
+        return draw.choice(
+            [None, True, 0, 1.5, float("nan"), 10**30, "\udce9", "</think>", '[{"name": "f"}]']
+        )
+    if kind == 2:
+        return [hostile(draw, depth + 1) for _ in range(draw.randrange(4))]
+    return {draw.choice(KEYS): hostile(draw, depth + 1) for _ in range(draw.randrange(5))}
+
+
+def likely(draw: random.Random) -> Any:
+    """A list of messages, most of them sound."""
+    messages = []
+    for _ in range(draw.randrange(6)):
+        message: dict[str, Any] = {"role": draw.choice(WORDS[:6]), "content": draw.choice(WORDS)}
+        if draw.random() < 0.3:
+            message["tool_calls"] = draw.choice([[CALL], hostile(draw)])
+        if draw.random() < 0.1:
+            message[draw.choice(KEYS)] = hostile(draw)
+        messages.append(message)
+    return messages
+
+
+@settings(max_examples=1000)
+@given(st.integers(0, 2**32 - 1), st.sampled_from(["all", "last", "first"]))
+def test_any_row_is_a_sound_conversation_or_refused(seed: int, policy: TurnPolicy) -> None:
+    draw = random.Random(seed)
+    row = {draw.choice(COLUMNS): hostile(draw) for _ in range(draw.randrange(3))}
+    if draw.random() < 0.7:
+        row[draw.choice(CHAT_COLUMNS)] = likely(draw)
     try:
         conversation = normalise(row, policy).conversation
     except RowRefused as refused:

@@ -9,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.synthetic_run import write_run
 
+from draftmill.phases import tokens_until
 from draftmill.records import read_servers, read_sessions, read_telemetry, read_turns
-from draftmill.statistics import account, duration, summary_lines, throughput, tokens_until
+from draftmill.statistics import account, duration, summary_lines, throughput
 
 Account = dict[str, Any]
 

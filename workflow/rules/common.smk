@@ -12,6 +12,7 @@ if str(SCRIPTS) not in sys.path:
 
 from draftmill import config as configuration
 from draftmill import prompts as prompt_files
+from draftmill import report as report_pages
 from draftmill.errors import UserError
 from draftmill.fleet import processes
 
@@ -20,16 +21,23 @@ try:
     for warning in configuration.check(settings, None, None):
         logger.warning(warning)
     # A file inside an installed package is no input: it changes only with the environment.
-    named = [entry if isinstance(entry, str) else entry["path"] for entry in settings["prompts"]["files"]]
+    named = [
+        entry if isinstance(entry, str) else entry["path"]
+        for entry in settings["prompts"]["files"]
+    ]
     watched = [name for name in named if not name.startswith("package:")]
     local_prompts = [str(source.path) for source in prompt_files.find_sources(watched)]
 except UserError as fault:
     raise WorkflowError(str(fault)) from None
 
 # Leases and servers get all they need through the environment: a param of their rules would re-run shards.
-os.environ["DRAFTMILL_SCRIPTS"] = str(SCRIPTS)
-os.environ["DRAFTMILL_CONFIG"] = json.dumps(settings)
-os.environ["DRAFTMILL_PYTHON"] = "python" if workflow.deployment_settings.deployment_method else sys.executable
+os.environ.update(
+    DRAFTMILL_SCRIPTS=str(SCRIPTS),
+    DRAFTMILL_CONFIG=json.dumps(settings),
+    DRAFTMILL_PYTHON=(
+        "python" if workflow.deployment_settings.deployment_method else sys.executable
+    ),
+)
 if not workflow.subprocess_exec:
     processes.claim_owner()
 

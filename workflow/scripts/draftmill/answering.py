@@ -10,8 +10,10 @@ import logging
 import os
 import resource
 import select
+import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -21,7 +23,7 @@ import requests
 import requests.adapters
 
 from draftmill import config as settings
-from draftmill import engines, science
+from draftmill import engines, science, status
 from draftmill.engines import Transient
 from draftmill.errors import UserError
 from draftmill.fleet import processes
@@ -82,6 +84,7 @@ class _Verdicts:
     def __init__(self, policy: Mapping[str, Any]) -> None:
         self._policy = policy
         self._judged = self._rejected = self._refused = 0
+        self.reasons: Counter[str] = Counter()
         self._examples: list[str] = []
 
     def count(self, walk: Walk, settled: int) -> None:
@@ -90,6 +93,7 @@ class _Verdicts:
         self._judged += sum(facts["outcome"] != "unasked" for facts in new)
         if walk.rejected is not None and new:
             self._rejected += 1
+            self.reasons[walk.rejected] += 1
             if len(self._examples) < EXAMPLES:
                 self._examples.append(f"{new[0]['id']}: {walk.rejected}")
         refusals = [facts for facts in new if facts["outcome"] == "refused"]
@@ -209,6 +213,8 @@ class _Asking:
         self._output_tokens = 0
         self._interval = float(config["operation"]["progress_interval_s"])
         self._last_note = time.monotonic()
+        self._results, self._operation = results, config["operation"]
+        self._over = threading.Event()
 
     def run(self, pending: list[Turn]) -> None:
         _raise_file_limit()
@@ -220,6 +226,7 @@ class _Asking:
                 self._fleet, self._name, self._order, self._answer, self._give_up, self._note, self._tick
             )
             self._note("started", {"turns": self._turns, "reused": self._settled})
+            threading.Thread(target=self._announce, name="progress", daemon=True).start()
             try:
                 client.run(Task(turn, turn.work) for turn in pending)
             except OSError as fault:
@@ -228,6 +235,7 @@ class _Asking:
                     "and run again: everything written so far is kept."
                 ) from fault
             finally:
+                self._over.set()
                 self._writer.close()
                 self._note("finished", self._standing(client.figures))
 
@@ -255,12 +263,20 @@ class _Asking:
             "requeued": figures.requeued,
             "in_flight": figures.in_flight,
             "output_tokens": self._output_tokens,
+            "rejects": dict(self._verdicts.reasons),
         }
 
     def _note(self, event: str, facts: dict[str, Any]) -> None:
         line = {"t": time.time(), "shard": self._name, "event": event, **facts}
         self._events.write(json.dumps(line) + "\n")
         self._events.flush()
+
+    def _announce(self) -> None:
+        """Says how the whole run stands, on the terminal, whenever it is this client's turn to say it."""
+        while not self._over.wait(1):
+            line = status.announce(self._results, self._operation)
+            if line is not None:
+                print(line, file=sys.stderr, flush=True)
 
     def _tick(self, figures: Figures) -> None:
         if time.monotonic() - self._last_note >= self._interval:

@@ -18,6 +18,7 @@ from draftmill import __version__
 from draftmill.model import Model
 
 PERCENTILES = (5, 50, 95, 99)
+READ = ("rows_in", "usable", "duplicates", "contaminated", "skipped")  # what became of the rows read
 
 
 @dataclass
@@ -101,8 +102,15 @@ def card(facts: Mapping[str, Any], model: Model, contents: Contents) -> str:
         "Each row's `metadata` (a JSON string) holds its own seed, sampling, server, engine and versions.",
         "## From prompts to rows",
         _table(
-            ("rows read", "usable", "duplicates", "contaminated", "skipped"),
-            ([prompts[name] for name in ("rows_in", "usable", "duplicates", "contaminated", "skipped")],),
+            READ,
+            ([prompts[name] for name in READ],),
+        ),
+        _table(
+            ("source", *READ),
+            (
+                (source, *(counts[name] for name in READ))
+                for source, counts in prompts.get("sources", {}).items()
+            ),
         ),
         _table(
             ("turns", "accepted", "rejected"),

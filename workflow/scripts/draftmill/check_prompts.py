@@ -22,6 +22,7 @@ from draftmill.tokens import Tokenizer
 
 SHOWN = 20
 BATCH = 256
+PIECE = 1 << 20  # characters tokenised at once: a text of 30 MB would take gigabytes
 
 Lengths = Callable[[Sequence[Conversation]], list[int]]
 
@@ -49,6 +50,7 @@ def run(args: argparse.Namespace) -> int:
     reasons: Counter[str] = Counter()
     lengths: list[int] = []
     waiting: list[Conversation] = []
+    size = 0
     with tempfile.TemporaryFile("w+", encoding="ascii") as skipped:
         for row in read_conversations(prompts, 0, find_sources(args.files), counts):
             counts["rows_in"] += 1
@@ -56,9 +58,10 @@ def run(args: argparse.Namespace) -> int:
                 counts["usable"] += 1
                 if lengths_of:
                     waiting.append(row.conversation)
-                    if len(waiting) == BATCH:
+                    size += len(row.conversation.canonical)
+                    if len(waiting) == BATCH or size > PIECE:
                         lengths += lengths_of(waiting)
-                        waiting = []
+                        waiting, size = [], 0
             elif row.reason == "duplicate":
                 counts["duplicates"] += 1
             else:
@@ -126,6 +129,13 @@ def _lengths_of(folder: Path) -> Lengths:
         except TemplateRefused:
             return ""  # its length is 0; a run skips it with the template's reason
 
-    return lambda conversations: [
-        len(ids) for ids in tokenizer.encode_batch([text(c) for c in conversations])
-    ]
+    def lengths(conversations: Sequence[Conversation]) -> list[int]:
+        texts = [text(conversation) for conversation in conversations]
+        found = [len(ids) for ids in tokenizer.encode_batch([t[:PIECE] for t in texts])]
+        for i, whole in enumerate(texts):
+            found[i] += sum(
+                len(tokenizer.encode(whole[at : at + PIECE])) for at in range(PIECE, len(whole), PIECE)
+            )
+        return found
+
+    return lengths

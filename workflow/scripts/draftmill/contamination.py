@@ -100,6 +100,8 @@ class Benchmarks:
             self._sizes.append(len(grams))
             for gram in grams:
                 self._by_gram.setdefault(length, {}).setdefault(gram, []).append(number)
+        self._start_length = min(self._by_gram, default=ngram)
+        self._starts = {gram[: self._start_length] for index in self._by_gram.values() for gram in index}
 
     def __len__(self) -> int:
         return len(self._items)
@@ -118,11 +120,12 @@ class Benchmarks:
             if message in self._whole:
                 return Finding(self._items[self._whole[message]], 1.0)
         everything = [word for message in words for word in message]
+        if self._starts.isdisjoint(_grams(everything, self._start_length)):  # nearly every prompt ends here
+            return None
         shared: Counter[int] = Counter()
         for length, index in self._by_gram.items():
-            if not index.keys().isdisjoint(_grams(everything, length)):
-                for gram in set(_grams(everything, length)):
-                    shared.update(index.get(gram, ()))
+            for gram in set(_grams(everything, length)):
+                shared.update(index.get(gram, ()))
         best = max(shared, key=lambda number: (shared[number] / self._sizes[number], -number), default=None)
         if best is None or shared[best] / self._sizes[best] < self._threshold:
             return None

@@ -49,7 +49,7 @@ COLUMNS = (
     *TOOL_COLUMNS,
     *ID_COLUMNS,
     *MEDIA_COLUMNS,
-    *("turns", "input", "history"),
+    *("turns", "input", "output", "history"),
 )
 """Every column that can matter to a conversation."""
 
@@ -69,10 +69,15 @@ class RowRefused(Exception):
 
 @dataclass(frozen=True)
 class Conversation:
-    """``turns[k]`` holds the messages given before answer ``k`` is generated, never an old answer."""
+    """``turns[k]`` holds the messages given before answer ``k`` is generated, never an old answer.
+
+    ``old_answers`` is a digest of the answers that were left out ("" without any): two rows that ask the
+    same and differ in what was answered before are two conversations, and get answers of their own.
+    """
 
     turns: tuple[tuple[Message, ...], ...]
     tools: tuple[dict[str, Any], ...] = ()
+    old_answers: str = ""
 
     @cached_property
     def canonical(self) -> bytes:
@@ -106,8 +111,8 @@ class Conversation:
             ) from fault
 
     def content_hash(self) -> str:
-        """32 hex digits of the canonical JSON: names the conversation wherever it stands."""
-        return hashlib.blake2b(self.canonical, digest_size=16).hexdigest()
+        """32 hex digits of the canonical JSON and the old answers: names the conversation wherever it stands."""
+        return hashlib.blake2b(self.canonical + self.old_answers.encode(), digest_size=16).hexdigest()
 
     def texts(self) -> list[str]:
         """The contents of the user's messages, in order."""
@@ -190,12 +195,22 @@ def _normalise(row: Mapping[str, Any], policy: TurnPolicy) -> Normalised:
         found = found[:1]
     if systems:
         found[0].insert(0, {"role": "system", "content": "\n\n".join(systems)})
-    conversation = Conversation(tuple(tuple(turn) for turn in found), _tools(row))
+    conversation = Conversation(tuple(tuple(turn) for turn in found), _tools(row), _digest_of_answers(rest))
     for text in conversation.texts():
         if "data:image/" in text and _INLINE_IMAGE.search(text):
             raise RowRefused("image", "a message holds an image written as base64 text")
     _ = conversation.canonical
     return Normalised(conversation, tuple(notes))
+
+
+def _digest_of_answers(messages: Sequence[Message]) -> str:
+    answers = [
+        m["content"] for m in messages if m["role"] == "assistant" and m["content"] and "tool_calls" not in m
+    ]
+    if not answers:
+        return ""
+    text = json.dumps(answers)  # escapes whatever is no text, lone surrogates among it
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
 # --- the shapes of rows
@@ -241,7 +256,9 @@ def _alpaca(row: Mapping[str, Any], instruction: str) -> list[Any]:
     for pair in history:
         messages += [{"role": "user", "content": pair[0]}, {"role": "assistant", "content": pair[1]}]
     text = "\n\n".join(part for part in (instruction.strip(), (given or "").strip()) if part)
-    return [*messages, {"role": "user", "content": text}]
+    messages.append({"role": "user", "content": text})
+    answer = row.get("output")
+    return [*messages, {"role": "assistant", "content": answer}] if isinstance(answer, str) else messages
 
 
 def _questions(value: Any) -> list[Any]:

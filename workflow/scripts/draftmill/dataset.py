@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import shutil
 from collections.abc import Iterator, Mapping
@@ -26,6 +27,8 @@ from draftmill.exports.parts import Parts
 from draftmill.exports.tables import ParquetFile
 from draftmill.model import Model
 from draftmill.rows import MERGED
+
+log = logging.getLogger("dataset")
 
 ROWS_AT_ONCE = 512
 TRAIN, VALIDATION = "train", "validation"
@@ -74,6 +77,11 @@ def dataset(
                 old.unlink(missing_ok=True)
             if new.exists():
                 new.replace(old)
+        log.info(
+            "%s in %s",
+            ", ".join(f"{count:,} {split} rows" for split, count in contents.rows.items()),
+            out_folder,
+        )
     finally:
         shutil.rmtree(aside, ignore_errors=True)
 

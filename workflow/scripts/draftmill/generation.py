@@ -204,7 +204,7 @@ class Shard:
             return turn, record
         if not wants_longer(findings(self.read(turn, record), self._policy)):
             return turn, record
-        room = self.model.context_length - len(turn.prompt_ids)
+        room = self.model.room(len(turn.prompt_ids))
         longer = min(int(turn.sampling["max_tokens"] * self._policy["retry_longer_factor"]), room)
         if longer <= turn.sampling["max_tokens"]:
             return turn, record
@@ -221,7 +221,7 @@ class Shard:
             prompt_ids = self._tokenizer.encode(self._template.render(messages, tools, thinking))
         except TemplateRefused as refusal:
             return self._with_key(row, index, [], messages, row.max_tokens), str(refusal)
-        room = self.model.context_length - len(prompt_ids)
+        room = self.model.room(len(prompt_ids))
         prompts = self._config["prompts"]
         shorten = prompts["context_policy"] == "shorten" and room >= prompts["min_max_tokens"]
         max_tokens = min(row.max_tokens, room) if shorten else row.max_tokens

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import heapq
 import json
+import logging
 import os
 import resource
 import subprocess
@@ -41,11 +42,14 @@ from draftmill.validation import (
     loss_beyond,
 )
 
+log = logging.getLogger("merging")
+
 WORKERS = 2
 BATCH_ROWS = 256
 ROWS_IN_MEMORY = 8192  # over all open shards
 RETOKENISED_ROWS = 10_000  # of a large run: retokenising is half the work, and these are enough for a share
 SMALL_RUN = 1_000  # turns that are judged sooner here than two workers start
+LOG_EVERY = 20_000  # turns
 NAMED_ROWS = 10  # so many rows a refusal names
 
 
@@ -88,6 +92,7 @@ def merge(
         aside[summary].write_text(report + "\n", encoding="utf-8")
         for path, temporary in aside.items():
             temporary.replace(path)
+        log.info("%s", accounts)
     finally:
         for temporary in aside.values():
             temporary.unlink(missing_ok=True)
@@ -405,6 +410,7 @@ class Accounts:
 
     def add(self, batch: Batch) -> None:
         """Counts the rows of ``batch``."""
+        before = self.turns
         names = ("flags", "findings", "prompt_len", "completion_len", "retokenised_differs")
         columns = zip(*(batch.judged[name].to_pylist() for name in names), strict=True)
         for at, (flags, found, prompt, completion, retokenised) in enumerate(columns):
@@ -429,6 +435,26 @@ class Accounts:
             self._retokenised[retokenised] += 1
             for length, lost in loss_beyond(prompt, completion).items():
                 self._lost[length] += lost
+        if before // LOG_EVERY < self.turns // LOG_EVERY:
+            log.info("%s so far", self)
+
+    @property
+    def turns(self) -> int:
+        """Turns counted."""
+        return sum(shard.turns for shard in self._shards)
+
+    @property
+    def accepted(self) -> int:
+        """Turns accepted."""
+        return sum(shard.accepted for shard in self._shards)
+
+    def __str__(self) -> str:
+        reasons = _sum(shard.reasons for shard in self._shards)
+        why = ", ".join(f"{count:,} {reason}" for reason, count in reasons.items())
+        rejected = self.turns - self.accepted
+        return f"{self.turns:,} turns: {self.accepted:,} accepted, {rejected:,} rejected" + (
+            f" ({why})" if why else ""
+        )
 
     def refuse_unless_sound(self, prompts: Mapping[str, Any]) -> None:
         """Raises UserError if a row broke a law, or rows or turns are missing or too many."""
@@ -439,9 +465,7 @@ class Accounts:
                 + (f"; and {more} more" if more else "")
                 + ". Delete the shards named under results/generated and run again."
             )
-        accepted = sum(shard.accepted for shard in self._shards)
-        rejected = sum(shard.turns - shard.accepted for shard in self._shards)
-        fault = accounts_fault(prompts, accepted, rejected)
+        fault = accounts_fault(prompts, self.accepted, self.turns - self.accepted)
         if fault:
             held = ", ".join(
                 f"{name} {shard.turns}" for name, shard in zip(self._names, self._shards, strict=True)
@@ -450,16 +474,14 @@ class Accounts:
 
     def report(self, prompts: Mapping[str, Any]) -> dict[str, Any]:
         """The content of validation.json."""
-        accepted = sum(shard.accepted for shard in self._shards)
-        turns = sum(shard.turns for shard in self._shards)
         retokenised = self._retokenised[True] + self._retokenised[False]
         return {
             **{
                 name: prompts[name] for name in ("rows_in", "usable", "duplicates", "contaminated", "skipped")
             },
-            "turns": turns,
-            "accepted": accepted,
-            "rejected": turns - accepted,
+            "turns": self.turns,
+            "accepted": self.accepted,
+            "rejected": self.turns - self.accepted,
             "reasons": _sum(shard.reasons for shard in self._shards),
             "flags": _sum(shard.flags for shard in self._shards),
             "findings": _sum(shard.findings for shard in self._shards),

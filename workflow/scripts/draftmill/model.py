@@ -22,6 +22,7 @@ from draftmill.chat import ChatTemplate
 from draftmill.errors import UserError
 
 EMBEDDED = "embedded"
+SPARE_TOKENS = 8  # SGLang refuses the last six of the context, and would silently shorten an answer by two
 CONTROL, USER_DEFINED = 3, 4  # GGUF token types, after llama.cpp's enum llama_token_type
 
 
@@ -44,6 +45,10 @@ class Model:
     tokenizer_hash: str
     vocab_size: int
     config: dict[str, Any] | None
+
+    def room(self, prompt_tokens: int) -> int:
+        """Tokens that an answer may have behind a prompt of that length."""
+        return self.context_length - prompt_tokens - SPARE_TOKENS
 
     @classmethod
     def load(cls, folder: Path) -> Model:
@@ -92,7 +97,9 @@ def freeze(settings: dict[str, Any], location: Path, folder: Path) -> Model:
         )
     (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
     context = facts["context_length"]
-    if settings["context_length"]:  # longer than the checkpoint's only with overrides (a rope scaling), checked before
+    if settings[
+        "context_length"
+    ]:  # longer than the checkpoint's only with overrides (a rope scaling), checked before
         context = int(settings["context_length"])
     tokenizer_file = folder / "tokenizer.json"
     backend = tokenizers.Tokenizer.from_file(str(tokenizer_file))

@@ -12,9 +12,9 @@ from statistics import fmean, stdev
 
 from draftmill.bottleneck import diagnose
 from draftmill.errors import UserError
+from draftmill.phases import PAUSE_S
 from draftmill.plots import number as said
 from draftmill.records import Server, number, optional, text
-from draftmill.statistics import PAUSE_S
 from draftmill.telemetry import Sample
 from draftmill.verdicts import engine_of
 

@@ -27,7 +27,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any, BinaryIO, NoReturn, cast
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -105,9 +105,11 @@ def _expand(wanted: str) -> list[tuple[str, Path]]:
         module, _, inside = wanted.removeprefix("package:").partition("/")
         root = str(package_folder(module, wanted)) + "/"
         prefix, pattern = f"package:{module}/", root + inside
-    paths = [pattern]
-    if not Path(pattern).exists():
-        paths = sorted(glob.glob(pattern, recursive=True))  # noqa: PTH207  Path.glob knows no absolute patterns
+    try:
+        found = [pattern] if Path(pattern).exists() else glob.glob(pattern, recursive=True)  # noqa: PTH207  may be absolute
+        paths = sorted(path for path in found if Path(path).exists())  # a dangling link does not
+    except OSError as fault:
+        raise UserError(f"The prompt file {wanted} cannot be read: {fault.strerror}.") from fault
     if not paths:
         raise UserError(f"No prompt file is found at {wanted}; correct prompts.files.")
     return [(prefix + path.removeprefix(root), Path(path)) for path in paths]
@@ -140,15 +142,9 @@ def read_rows(path: Path, columns: Sequence[str] | None = None) -> Iterator[Row 
             else:
                 yield Row(number, found)
             number += 1
-    except OSError as fault:
-        # gzip reports its damage as an OSError without an errno
-        reason = (
-            f"cannot be read: {fault.strerror}"
-            if fault.errno
-            else f"is damaged behind row {number} ({fault})"
-        )
-        raise UserError(f"The prompt file {path} {reason}.") from fault
-    except (EOFError, zlib.error, zstandard.ZstdError, pa.ArrowException) as fault:
+    except (OSError, EOFError, UnicodeError, zlib.error, zstandard.ZstdError, pa.ArrowException) as fault:
+        if isinstance(fault, OSError) and fault.errno:  # what damages gzip and parquet has none
+            raise UserError(f"The prompt file {path} cannot be read: {fault.strerror}.") from fault
         told = " ".join(str(fault).split())[:200]
         raise UserError(
             f"The prompt file {path} is damaged behind row {number} ({told}); get it again."
@@ -187,6 +183,10 @@ def _values(path: Path, columns: Sequence[str] | None) -> Iterator[_Value]:
         elif suffix in JSON_SUFFIXES:
             yield from _Json(stream, path).values()
         else:
+            if suffix == ".parquet":
+                raise UserError(
+                    f"The prompt file {path} is named .parquet and is none; it is cut or something else."
+                )
             known = ", ".join((*JSON_SUFFIXES, *TABLE_SUFFIXES, ".parquet", ".arrow"))
             raise UserError(
                 f"The prompt file {path} is none of the known kinds ({known}, each also .gz or .zst)."
@@ -261,7 +261,7 @@ def _unpacked(file: BinaryIO, path: Path, start: bytes) -> BinaryIO:
 
 
 class _Fatal(Exception):
-    """The value at the cursor is broken for good: (kind, sentence)."""
+    """The value at the cursor cannot be had: (kind, sentence)."""
 
 
 class _Json:
@@ -285,6 +285,7 @@ class _Json:
         self._at = 0
         self._ended = False
         self._line = 1
+        self._counted = 0
         self._scan: Callable[[str, int], tuple[Any, int]] = json.JSONDecoder(
             object_pairs_hook=_object, parse_constant=_nothing
         ).raw_decode
@@ -302,7 +303,6 @@ class _Json:
                 self._at += 1
                 in_array = False
                 continue
-            line = self._line + self._text.count("\n", 0, self._at)
             try:
                 if opener == "[" and not in_array and not self._is_chat():
                     self._at += 1
@@ -310,17 +310,22 @@ class _Json:
                     continue
                 value = self._value(in_array)
             except _Fatal as fault:
-                kind, sentence = fault.args
-                yield _Fault(kind, f"line {line}: {sentence}")
+                yield _Fault(*fault.args)
                 continue
             if isinstance(value, list):
                 value = {"messages": value}
             if isinstance(value, dict):
                 yield value
             else:
-                yield _Fault("not_an_object", f"line {line}: it is {type(value).__name__}, not an object")
+                yield _Fault("not_an_object", f"line {self._line_here()}: it is no object")
         if in_array:
-            yield _Fault("truncated", f"line {self._line}: the file ends inside its array; it was cut")
+            yield _Fault("truncated", f"line {self._line_here()}: the file ends inside its array; it was cut")
+
+    def _line_here(self) -> int:
+        """The number of the cursor's line, from 1; counted piece by piece, or broken files take for ever."""
+        self._line += self._text.count("\n", self._counted, self._at)
+        self._counted = self._at
+        return self._line
 
     def _is_chat(self) -> bool:
         """Whether the array at the cursor is one conversation (a list of messages) and not a list of rows."""
@@ -341,7 +346,7 @@ class _Json:
         while True:
             begin = self._at
             if self._text[begin] not in "{[" and not in_array:
-                return self._bare_line()
+                self._bare_line()
             try:
                 value, self._at = self._scan(self._text, begin)
                 return value
@@ -362,26 +367,29 @@ class _Json:
                 elif waiting > CHUNK and self._text.count(",", begin) > MOST_VALUES:
                     kind, sentence = "too_many_values", f"it holds more than {MOST_VALUES:,} values"
                 else:
-                    self._fill(waiting)
+                    self._fill(min(waiting, LONGEST_ROW - waiting))
                     continue
             elif unended:
                 sentence = "it is cut off: the file ends in the middle of it"
+            line = self._line_here()
             self._give_up(margin, in_array)
-            raise _Fatal(kind, sentence)
+            raise _Fatal(kind, f"line {line}: {sentence}")
 
-    def _bare_line(self) -> Any:
+    def _bare_line(self) -> NoReturn:
         """A line outside any object or array; it costs one row, whatever it holds."""
         begin = self._at
         end = self._text.find("\n", begin)
         if end < 0 and not self._ended and len(self._text) - begin <= CHUNK:
             self._fill()
-            return self._bare_line()
-        line = self._text[begin : end if end >= 0 else None]
+            self._bare_line()
+        text = self._text[begin : end if end >= 0 else None]
+        line = self._line_here()
         self._to_next_line()
         try:
-            return json.loads(line, parse_constant=_nothing)
-        except (ValueError, RecursionError) as fault:
-            raise _Fatal("invalid_json", "it is not JSON") from fault
+            json.loads(text)
+        except ValueError as fault:
+            raise _Fatal("invalid_json", f"line {line}: it is not JSON") from fault
+        raise _Fatal("not_an_object", f"line {line}: it is no object")
 
     def _margin(self) -> str:
         """The white space before the cursor, if nothing else stands before it in its line."""
@@ -390,7 +398,7 @@ class _Json:
 
     def _give_up(self, margin: str, in_array: bool) -> None:
         """Moves to the next line that begins as far in as the broken value and is no part of it, or to the end."""
-        again = re.compile(rf"\n(?:{margin}(?=[^\s}}\],\"])" + (r"|(?=\]))" if in_array else ")"))
+        again = re.compile(rf"\n(?:{margin}(?=[^ \t\r\n}}\],\"])" + (r"|(?=\]))" if in_array else ")"))
         while True:
             found = again.search(self._text, self._at)
             if found:
@@ -421,7 +429,8 @@ class _Json:
 
     def _fill(self, wanted: int = 0) -> None:
         """Drops what lies behind the cursor and reads on, at least ``wanted`` bytes."""
-        self._line += self._text.count("\n", 0, self._at)
+        self._line_here()
+        self._counted = 0
         data = self._stream.read(max(CHUNK, wanted))
         self._ended = not data
         self._text = self._text[self._at :] + self._decode(data, self._ended)
@@ -521,7 +530,7 @@ def _parquet(path: Path, columns: Sequence[str] | None) -> Iterator[_Value]:
 
 
 def _arrow(path: Path, columns: Sequence[str] | None) -> Iterator[_Value]:
-    with pa.memory_map(str(path)) as file:
+    with pa.OSFile(str(path)) as file:  # a map of a cut file kills the process
         if file.read(6) == b"ARROW1":
             opened = pa.ipc.open_file(file)
             batches = (opened.get_batch(i) for i in range(opened.num_record_batches))
@@ -529,6 +538,7 @@ def _arrow(path: Path, columns: Sequence[str] | None) -> Iterator[_Value]:
             file.seek(0)
             batches = iter(pa.ipc.open_stream(file))
         for batch in batches:
+            batch.validate(full=True)  # a damaged offset would be followed into foreign memory
             wanted = [name for name in batch.schema.names if columns is None or name in columns]
             for start in range(0, batch.num_rows, BATCH_ROWS):
                 yield from _batch(batch.select(wanted).slice(start, BATCH_ROWS))

@@ -75,7 +75,8 @@ CHUNK_ROWS = 256
 CHUNK_CHARACTERS = 1 << 20
 BATCH_CHARACTERS = 4 << 20
 WORTH_A_POOL_BYTES = 4 << 20
-LONGEST_TOKEN = 32  # characters; a prompt whose tokens are longer on average is no text
+MOST_WORKERS = 12  # reading and normalising feeds no more
+LONGEST_TOKEN = 32  # bytes; a prompt whose tokens are longer on average is no text
 COUNTS = ("rows_in", "usable", "duplicates", "contaminated", "skipped")
 
 
@@ -240,6 +241,7 @@ class Preparer:
         self._max_tokens: int = config["sampling"]["max_tokens"]
         self._shorten = prompts["context_policy"] == "shorten"
         self._min_max_tokens: int = prompts["min_max_tokens"]
+        self._longest = LONGEST_TOKEN * self._model.context_length
         self._thinking = self._thinking_share(prompts["thinking"])
 
     def _thinking_share(self, setting: bool | float | None) -> float:
@@ -255,6 +257,17 @@ class Preparer:
             return float(setting)
         probe = [{"role": "user", "content": "hi"}]
         return float(self._template.render(probe) == self._template.render(probe, thinking=True))
+
+    def screen(self, row: Candidate | Skip) -> Candidate | Skip:
+        """``row``, or why its first turn is too long even to be tokenised, which would cost much memory."""
+        if isinstance(row, Skip) or len(row.conversation.canonical) <= self._longest:
+            return row
+        first = Conversation(row.conversation.turns[:1], row.conversation.tools)
+        if len(first.canonical) <= self._longest:
+            return row
+        context = self._model.context_length
+        detail = f"its {len(first.canonical):,} bytes cannot fit into the context of {context} tokens"
+        return Skip(row.source, row.row, row.id, "too_long", detail)
 
     def prepare(self, candidates: Sequence[Candidate]) -> list[Prepared | Skip]:
         """One result for each candidate, in order."""
@@ -286,11 +299,6 @@ class Preparer:
             )
         except TemplateRefused as refused:
             return skip("template_refused", " ".join(str(refused).split())[:300])
-        if len(text) > LONGEST_TOKEN * self._model.context_length:
-            return skip(
-                "too_long",
-                f"its {len(text)} characters cannot fit into the context of {self._model.context_length} tokens",
-            )
         return text, thinking
 
     def _fitted(self, candidate: Candidate, ids: Sequence[int], thinking: bool) -> Prepared | Skip:
@@ -302,7 +310,7 @@ class Preparer:
                 "empty",
                 "the chat template makes nothing of it",
             )
-        room = self._model.context_length - len(ids)
+        room = self._model.room(len(ids))
         max_tokens = min(self._max_tokens, room) if self._shorten else self._max_tokens
         if max_tokens > room or (max_tokens < self._max_tokens and max_tokens < self._min_max_tokens):
             wanted = (
@@ -347,7 +355,7 @@ def _pool(preparer: Preparer) -> Iterator[Prepare]:
     global _preparer  # noqa: PLW0603  fork hands it to the workers, no argument could
     _preparer = preparer
     with concurrent.futures.ProcessPoolExecutor(
-        len(os.sched_getaffinity(0)), multiprocessing.get_context("fork"), _start_worker, (os.getpid(),)
+        _workers(), multiprocessing.get_context("fork"), _start_worker, (os.getpid(),)
     ) as pool:
         try:
             yield lambda candidates: pool.submit(_prepare, candidates)
@@ -358,6 +366,10 @@ def _pool(preparer: Preparer) -> Iterator[Prepare]:
         finally:
             pool.shutdown(cancel_futures=True)
             _preparer = None
+
+
+def _workers() -> int:
+    return min(MOST_WORKERS, len(os.sched_getaffinity(0)))
 
 
 def _start_worker(parent: int) -> None:
@@ -387,10 +399,10 @@ def prepare_all(
     found: Iterable[Candidate | Skip], preparer: Preparer, parallel: bool
 ) -> Generator[tuple[Candidate, Prepared] | Skip, None, None]:
     """What becomes of each row, in order; candidates are prepared in chunks, a few ahead."""
-    ahead = 2 * len(os.sched_getaffinity(0)) if parallel else 0
+    ahead = 2 * _workers() if parallel else 0
     waiting: deque[tuple[list[Candidate | Skip], concurrent.futures.Future[list[Prepared | Skip]]]] = deque()
     with _pool(preparer) if parallel else _here(preparer) as prepare:
-        for chunk in _chunks(found):
+        for chunk in _chunks(map(preparer.screen, found)):
             waiting.append((chunk, prepare([c for c in chunk if isinstance(c, Candidate)])))
             while len(waiting) > ahead:
                 yield from _matched(*waiting.popleft())
@@ -515,6 +527,7 @@ def summarise(lengths: Iterable[int]) -> dict[str, int]:
 
 def _nothing_usable(sources: Sequence[Source], accounts: Accounts, skipped: Path) -> str:
     names = ", ".join(source.name for source in sources[:3]) + (", …" if len(sources) > 3 else "")
+    names = names or "prompts.files"
     rows = accounts.total("rows_in")
     if not rows:
         return f"There is no row to use in {names}; correct prompts.files or the shares."

@@ -17,6 +17,7 @@ import orjson
 import polars as pl
 
 from draftmill import verdicts
+from draftmill.phases import PAUSE_S, Part, Phases, find_parts, find_phases, tokens_until, with_part
 from draftmill.records import (
     GAUGES,
     TELEMETRY_SCHEMA,
@@ -33,144 +34,12 @@ from draftmill.records import (
     write_aside,
 )
 
-PAUSE_S = 30.0
-"""A stretch without any work that is longer than this is a pause, and no part of the run."""
-FULL = 0.9
-"""The ramp ends when this share of the reachable running requests runs."""
 AGREEMENT = 0.02
 """Server-side and client-side output tokens may differ by this share without a reason."""
 SAMPLE_S = 5.0
 """A telemetry sample stands for the time up to the next one, but never for longer than this."""
 BUCKET_WIDTHS_S = (1.0, 2.0, 5.0, 10.0, 15.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0, 3600.0, 7200.0)
 MAX_BUCKETS = 1500
-
-
-@dataclass(frozen=True)
-class Part:
-    """A stretch of the run with work in it; a resumed run has several, with pauses between."""
-
-    start: float
-    end: float
-
-    @property
-    def seconds(self) -> float:
-        return self.end - self.start
-
-
-@dataclass(frozen=True)
-class Phases:
-    """Borders of start-up, ramp, steady state and drain: fleet-wide, in unix seconds."""
-
-    first_work: tuple[float, ...]
-    """Per part: when the first answer began."""
-    full: tuple[float, ...]
-    """Per part: when the fleet first ran at `FULL` of what it could; the ramp's end."""
-    drain: tuple[float, ...]
-    """Per part: when fewer turns were left than the fleet has slots; the end of an interrupted part."""
-
-    def table(self) -> pl.DataFrame:
-        """part, full and drain, to join samples with."""
-        columns = {"part": range(len(self.full)), "full": self.full, "drain": self.drain}
-        return pl.DataFrame(columns, schema={"part": pl.Int64, "full": pl.Float64, "drain": pl.Float64})
-
-    def at(self, part: int, t: float) -> str:
-        if t < self.first_work[part]:
-            return "startup"
-        if t >= self.drain[part]:
-            return "drain"
-        return "ramp" if t < self.full[part] else "steady"
-
-    def steady(self) -> list[tuple[float, float]]:
-        """The stretches between ramp and drain, one per part at most."""
-        windows = zip(self.full, self.drain, strict=True)
-        return [(start, end) for start, end in windows if end > start]
-
-
-def find_parts(
-    answered: pl.DataFrame, telemetry: pl.DataFrame, servers: Sequence[Server], sessions: Sequence[Session]
-) -> tuple[list[Part], list[Part]]:
-    """(parts that made answers of this dataset, parts that made none), both in order of time.
-
-    Work is: an answer being made, a client at its shard (unless everything was journalled already), an
-    engine starting or running requests. A warm server that waits is no work.
-    """
-    spans: list[tuple[float, float]] = [(s.start, s.end) for s in sessions if s.turns > s.reused]
-    spans += [(start, start if ready is None else ready) for s in servers for start, ready in s.startups]
-    working = telemetry.filter(
-        (pl.col("running") > 0) | pl.col("state").is_in(["starting", "restarting", "stalled"])
-    )
-    columns = ["start", "end"]
-    every = pl.concat(
-        [
-            answered.select(start="started_at", end=pl.col("started_at") + pl.col("latency_s")),
-            working.select(start="t", end="t"),
-            pl.DataFrame(spans, schema=dict.fromkeys(columns, pl.Float64), orient="row"),
-        ]
-    ).sort("start")
-    merged = (
-        every.with_columns(reach=pl.col("end").cum_max().shift(1))
-        .with_columns(part=(pl.col("start") - pl.col("reach") > PAUSE_S).fill_null(False).cum_sum())
-        .group_by("part")
-        .agg(pl.col("start").min(), pl.col("end").max())
-        .sort("start")
-    )
-    parts = [Part(start, end) for start, end in merged.select(columns).iter_rows()]
-    starts = answered.get_column("started_at").sort()
-    with_answers = [
-        part
-        for part in parts
-        if starts.search_sorted(part.end, side="right") > starts.search_sorted(part.start, side="left")
-    ]
-    return with_answers, [part for part in parts if part not in with_answers]
-
-
-def find_phases(
-    answered: pl.DataFrame, parts: Sequence[Part], capacity: int, sessions: Sequence[Session]
-) -> Phases:
-    """Borders of ramp and drain. `capacity`: running requests of the whole fleet; 0 where it is unknown."""
-    begin = (pl.col("started_at") + pl.col("queue_s")).alias("t")
-    end = (pl.col("started_at") + pl.col("latency_s")).alias("t")
-    running = (
-        pl.concat([answered.select(begin, step=pl.lit(1)), answered.select(end, step=pl.lit(-1))])
-        .sort("t", "step")
-        .with_columns(running=pl.col("step").cum_sum())
-    )
-    ends = answered.select(end).get_column("t").sort()
-    first_work, full, drain = [], [], []
-    for part in parts:
-        here = running.filter(pl.col("t").is_between(part.start, part.end))
-        peak = here.get_column("running").max()
-        most = int(peak) if isinstance(peak, int) else 0
-        reached = here.filter(pl.col("running") >= FULL * (min(capacity, most) if capacity else most))
-        first_work.append(here.item(0, "t") if here.height else part.end)
-        full.append(reached.item(0, "t") if reached.height else part.end)
-        clients = [s for s in sessions if s.turns > s.reused and s.start <= part.end and s.end >= part.start]
-        if part is not parts[-1] and not all(client.finished for client in clients):
-            drain.append(part.end)
-            continue
-        done = ends.filter(ends.is_between(part.start, part.end))
-        slots = capacity or most
-        drain.append(float(done[len(done) - slots]) if len(done) > slots else part.start)
-    return Phases(tuple(first_work), tuple(full), tuple(drain))
-
-
-def tokens_until(answered: pl.DataFrame, times: Sequence[float]) -> list[float]:
-    """How many output tokens had been made at each of `times` (ascending); an answer's tokens are spread
-    evenly over the time between its leaving the queue and its end."""
-    start = pl.col("started_at") + pl.col("queue_s")
-    end = pl.max_horizontal(pl.col("started_at") + pl.col("latency_s"), start + 1e-3)
-    spread = answered.select(start=start, end=end, rate=pl.col("output_tokens") / (end - start))
-    steps = (
-        pl.concat([spread.select(t="start", step="rate"), spread.select(t="end", step=-pl.col("rate"))])
-        .sort("t")
-        .with_columns(rate=pl.col("step").cum_sum(), dt=pl.col("t").diff().fill_null(0.0))
-        .with_columns(made=(pl.col("rate").shift(1).fill_null(0.0) * pl.col("dt")).cum_sum())
-    )
-    asked = pl.DataFrame({"at": times}, schema={"at": pl.Float64}).join_asof(
-        steps.select("t", "rate", "made"), left_on="at", right_on="t"
-    )
-    made = (pl.col("made") + pl.col("rate") * (pl.col("at") - pl.col("t"))).fill_null(0.0).clip(0.0)
-    return asked.select(made.alias("made")).get_column("made").to_list()
 
 
 def observed(telemetry: pl.DataFrame, parts: Sequence[Part]) -> pl.DataFrame:
@@ -235,10 +104,10 @@ def server_output_tokens(telemetry: pl.DataFrame, parts: Sequence[Part]) -> dict
     wider = [Part(part.start, part.end + 10.0) for part in parts]
     counter = pl.coalesce("generation_tokens", "decode_tokens")
     new = (pl.col("epoch").diff() != 0) | (pl.col("t").diff() > PAUSE_S) | (pl.col("made").diff() < 0)
+    counted = telemetry.filter(counter.is_not_null())
     counts = (
-        observed(telemetry, wider)
+        observed(counted, wider)
         .with_columns(made=counter)
-        .filter(pl.col("made").is_not_null())
         .with_columns(
             delta=pl.when(new.over("server"))
             .then(0.0)
@@ -357,6 +226,45 @@ def over_time(
     )
 
 
+@dataclass(frozen=True)
+class Fleet:
+    """Which servers lived in which part of the run, and how many devices each of them holds."""
+
+    parts: Sequence[Part]
+    members: Sequence[Sequence[str]]
+    devices: Mapping[str, int]
+
+    @property
+    def servers(self) -> list[str]:
+        return sorted(self.devices)
+
+    @property
+    def device_s(self) -> float:
+        """GPU time: every part's length × the devices of its servers."""
+        return sum(part.seconds * self.devices_in(index) for index, part in enumerate(self.parts))
+
+    def devices_in(self, part: int) -> int:
+        return sum(self.devices[name] for name in self.members[part])
+
+    def wall_s(self, server: str) -> float:
+        return sum(part.seconds for part, who in zip(self.parts, self.members, strict=True) if server in who)
+
+    def of(self, server: str) -> list[list[str]]:
+        """The members of each part, this server alone counted."""
+        return [[server] if server in who else [] for who in self.members]
+
+
+def find_fleet(
+    answered: pl.DataFrame, samples: pl.DataFrame, parts: Sequence[Part], published: Mapping[str, Server]
+) -> Fleet:
+    """A server belongs to a part in which it answered or was seen alive."""
+    live = samples.filter(~pl.col("state").is_in(["stopped", "given_up"]))
+    pairs = {pair for rows in (live, answered) for pair in rows.select("part", "server").unique().iter_rows()}
+    members = [sorted(name for part, name in pairs if part == index) for index in range(len(parts))]
+    devices = {name: published[name].devices if name in published else 1 for _, name in pairs}
+    return Fleet(parts, members, devices)
+
+
 def time_shares(
     samples: pl.DataFrame, parts: Sequence[Part], phases: Phases, members: Sequence[Sequence[str]]
 ) -> dict[str, float]:
@@ -448,52 +356,42 @@ def agreement(
     return account | {"reason": "; ".join(reasons)}
 
 
-def server_accounts(
-    names: Sequence[str],
-    published: Mapping[str, Server],
+def server_account(
+    name: str,
+    state: Server | None,
     answered: pl.DataFrame,
     samples: pl.DataFrame,
-    restarts: Mapping[str, int],
-    counters: Mapping[str, int],
-    shares: Mapping[str, Mapping[str, float]],
-    wall: Mapping[str, float],
-) -> list[dict[str, object]]:
-    accounts: list[dict[str, object]] = []
-    for name in names:
-        state = published.get(name)
-        turns = answered.filter(pl.col("server") == name)
-        seen = samples.filter((pl.col("server") == name) & (pl.col("state") == "ready"))
-        capacity = seen.get_column("capacity").drop_nulls()
-        engine, _, version = (turns.item(0, "engine") if turns.height else "").partition(" ")
-        tokens = int(turns.get_column("output_tokens").sum())
-        accounts.append(
-            {
-                "server": name,
-                "host": state.host if state else None,
-                "slot": state.slot if state else None,
-                "engine": state.engine if state else engine,
-                "version": state.version if state else version,
-                "flags": list(state.flags) if state else [],
-                "gpus": list(state.gpus) if state else [],
-                "gpu_name": state.gpu_name if state else None,
-                "effective_capacity": int(capacity[-1])
-                if len(capacity)
-                else (state.capacity if state else None),
-                "restarts": restarts.get(name, 0),
-                "turns": turns.height,
-                "prompt_tokens": int(turns.get_column("prompt_tokens").sum()),
-                "output_tokens": tokens,
-                "output_tokens_by_its_counter": counters.get(name),
-                "wall_s": wall[name],
-                "output_tokens_per_s": ratio(tokens, wall[name]),
-                "utilisation": utilisation(seen),
-                "shares": dict(shares[name]),
-                "kv_usage": spread(seen.get_column("kv_usage").drop_nulls()),
-                "state_usage": spread(seen.get_column("state_usage").drop_nulls()),
-                "retracted": int(seen.select((pl.col("retracted").diff().clip(0.0)).sum()).item()),
-            }
-        )
-    return accounts
+    fleet: Fleet,
+    phases: Phases,
+) -> dict[str, object]:
+    """One server's figures. `state`: what it published, if it did."""
+    turns = answered.filter(pl.col("server") == name)
+    own = samples.filter(pl.col("server") == name)
+    ready = own.filter(pl.col("state") == "ready")
+    capacity = ready.get_column("capacity").drop_nulls()
+    engine, _, version = (turns.item(0, "engine") if turns.height else "").partition(" ")
+    tokens, wall_s = int(turns.get_column("output_tokens").sum()), fleet.wall_s(name)
+    return {
+        "server": name,
+        "host": state.host if state else None,
+        "slot": state.slot if state else None,
+        "engine": state.engine if state else engine,
+        "version": state.version if state else version,
+        "flags": list(state.flags) if state else [],
+        "gpus": list(state.gpus) if state else [],
+        "gpu_name": state.gpu_name if state else None,
+        "effective_capacity": int(capacity[-1]) if len(capacity) else (state.capacity if state else None),
+        "turns": turns.height,
+        "prompt_tokens": int(turns.get_column("prompt_tokens").sum()),
+        "output_tokens": tokens,
+        "wall_s": wall_s,
+        "output_tokens_per_s": ratio(tokens, wall_s),
+        "utilisation": utilisation(ready),
+        "shares": time_shares(own, fleet.parts, phases, fleet.of(name)),
+        "kv_usage": spread(ready.get_column("kv_usage").drop_nulls()),
+        "state_usage": spread(ready.get_column("state_usage").drop_nulls()),
+        "retracted": int(ready.select((pl.col("retracted").diff().clip(0.0)).sum()).item()),
+    }
 
 
 def shard_accounts(answered: pl.DataFrame) -> list[dict[str, object]]:
@@ -512,14 +410,6 @@ def shard_accounts(answered: pl.DataFrame) -> list[dict[str, object]]:
     rate = pl.when(pl.col("wall_s") > 0).then(pl.col("output_tokens") / pl.col("wall_s")).otherwise(0.0)
     order = pl.col("shard").str.extract(r"^(\d+)").cast(pl.Int64)
     return shards.with_columns(output_tokens_per_s=rate).sort(order, "shard").to_dicts()
-
-
-def with_part(answered: pl.DataFrame, parts: Sequence[Part]) -> pl.DataFrame:
-    borders = pl.DataFrame(
-        {"started_at": [part.start for part in parts], "part": range(len(parts))},
-        schema={"started_at": pl.Float64, "part": pl.Int64},
-    )
-    return answered.sort("started_at").join_asof(borders, on="started_at")
 
 
 def account(
@@ -542,123 +432,123 @@ def account(
     mute = set(answered.get_column("server").unique()) - set(telemetry.get_column("server").unique())
     recorded = [telemetry, *(telemetry_from_turns(answered, parts, name) for name in sorted(mute))]
     samples = observed(pl.concat(recorded).sort("server", "t"), parts)
-    live = samples.filter(~pl.col("state").is_in(["stopped", "given_up"]))
-    pairs = {
-        *live.select("part", "server").unique().iter_rows(),
-        *answered.select("part", "server").unique().iter_rows(),
-    }
-    members = [sorted(name for part, name in pairs if part == index) for index in range(len(parts))]
-    everyone = sorted({name for part_names in members for name in part_names})
-    devices = {name: published[name].devices if name in published else 1 for name in everyone}
-    gpus = sum(len(published[name].gpus) for name in everyone if name in published)
-
+    fleet = find_fleet(answered, samples, parts, published)
     by_server = samples.filter(pl.col("state") == "ready").group_by("server").agg(pl.col("capacity").max())
     capacity = int(by_server.get_column("capacity").sum())
     phases = find_phases(answered, parts, capacity, sessions)
-    steady = phases.steady()
-    steady_s = sum(end - start for start, end in steady)
-    edges = [t for window in steady for t in window]
-    made = tokens_until(answered, edges)
-    steady_tokens = sum(made[1::2]) - sum(made[::2])
-    table = over_time(answered, samples, parts, phases, everyone)
-    width = bucket_width_s(sum(part.seconds for part in parts))
-    inside = table.filter((pl.col("phase") == "steady") & (pl.col("seconds") >= 0.99 * width))
-    steady_rates = (
-        inside.group_by("t").agg(pl.col("output_tokens_per_s").sum()).get_column("output_tokens_per_s")
-    )
+    table = over_time(answered, samples, parts, phases, fleet.servers)
 
-    wall_s = sum(part.seconds for part in parts)
-    device_s = sum(
-        part.seconds * devices[name] for part, who in zip(parts, members, strict=True) for name in who
+    gpus = len(
+        {(published[n].host, gpu) for n in fleet.servers if n in published for gpu in published[n].gpus}
     )
-    wall = {
-        name: sum(part.seconds for part, who in zip(parts, members, strict=True) if name in who)
-        for name in everyone
-    }
-    shares = {
-        name: time_shares(
-            samples.filter(pl.col("server") == name),
-            parts,
-            phases,
-            [[name] if name in who else [] for who in members],
-        )
-        for name in everyone
-    }
-    output_tokens = int(answered.get_column("output_tokens").sum())
-    prompt_tokens = int(answered.get_column("prompt_tokens").sum())
+    ours = [s for s in sessions if any(s.start <= part.end and s.end >= part.start for part in parts)]
     resent = int((turns.get_column("attempts") - 1).clip(0).sum())
     seen = dict(samples.group_by("server").agg(pl.col("restarted").sum()).iter_rows())
     restarts = {
         name: max(seen.get(name, 0), published[name].restarts if name in published else 0)
-        for name in everyone
+        for name in fleet.servers
     }
-    counters = server_output_tokens(
-        telemetry.filter(pl.col("generation_tokens").is_not_null() | pl.col("decode_tokens").is_not_null()),
-        parts,
-    )
-    ours = [s for s in sessions if any(s.start <= part.end and s.end >= part.start for part in parts)]
-    gpu_hours = device_s / 3600
-    price = optional(operation, "price_per_gpu_hour")
-    millions = output_tokens / 1e6
+    counters = server_output_tokens(telemetry, parts)
+    output_tokens = int(answered.get_column("output_tokens").sum())
+    before_drain = samples.join(phases.table(), on="part").filter(pl.col("t") < pl.col("drain"))
     result: dict[str, object] = {
         "turns": answered.height,
         "outcomes": dict(turns.group_by("outcome").len().sort("outcome").iter_rows()),
         "finish_reasons": dict(answered.group_by("finish_reason").len().sort("finish_reason").iter_rows()),
-        "prompt_tokens": prompt_tokens,
-        "output_tokens": output_tokens,
-        "wall_s": wall_s,
-        "output_tokens_per_s": ratio(output_tokens, wall_s),
-        "output_tokens_per_s_per_gpu": ratio(output_tokens, device_s),
-        "prompt_tokens_per_s": ratio(prompt_tokens, wall_s),
-        "turns_per_s": ratio(answered.height, wall_s),
-        "steady_state": {
-            "seconds": steady_s,
-            "output_tokens_per_s": steady_tokens / steady_s if steady_s > 0 else None,
-            "output_tokens_per_s_per_gpu": ratio(steady_tokens, steady_s) / sum(devices.values())
-            if steady_s > 0
-            else None,
-            "over_time": spread(steady_rates),
-            "reason": None
-            if steady_s > 0
-            else "the run was too short: it never held more turns than the fleet has slots",
-        },
+        **rates(answered, fleet),
+        "steady_state": steady_state(answered, fleet, phases, table),
         "gpus": gpus,
-        "devices": sum(devices.values()),
+        "devices": gpus or len(fleet.servers),
         "device": "gpu" if gpus else "cpu server",
-        "gpu_hours": gpu_hours,
-        "gpu_hours_per_million_output_tokens": gpu_hours / millions if millions else None,
-        "price_per_gpu_hour": price,
-        "cost": price * gpu_hours if price is not None else None,
-        "cost_per_million_output_tokens": price * gpu_hours / millions
-        if price is not None and millions
-        else None,
+        **cost(fleet.device_s / 3600, output_tokens, optional(operation, "price_per_gpu_hour")),
         "latency_s": spread(answered.get_column("latency_s")),
         "queue_s": spread(answered.get_column("queue_s")),
         "tokens_per_answer": spread(answered.get_column("output_tokens")),
         "tokens_per_prompt": spread(answered.get_column("prompt_tokens")),
-        "cache_hit_rate": ratio(int(answered.get_column("cached_tokens").sum()), prompt_tokens),
         "capacity": capacity,
         "utilisation": utilisation(samples),
-        "utilisation_before_drain": utilisation(
-            samples.join(phases.table(), on="part").filter(pl.col("t") < pl.col("drain"))
-        ),
-        "shares": time_shares(samples, parts, phases, members),
+        "utilisation_before_drain": utilisation(before_drain),
+        "shares": time_shares(samples, parts, phases, fleet.members),
         "restarts": sum(restarts.values()),
         "retries": resent,
         "requeues": sum(session.requeued for session in ours),
         "token_agreement": agreement(
-            output_tokens,
-            counters,
-            everyone,
-            ours,
-            resent,
-            sum(restarts.values()),
+            output_tokens, counters, fleet.servers, ours, resent, sum(restarts.values())
         ),
+        **calendar(fleet, left_out),
+        "servers": [
+            server_account(name, published.get(name), answered, samples, fleet, phases)
+            | {"restarts": restarts[name], "output_tokens_by_its_counter": counters.get(name)}
+            for name in fleet.servers
+        ],
+        "shards": shard_accounts(answered),
+    }
+    return result, table
+
+
+def rates(answered: pl.DataFrame, fleet: Fleet) -> dict[str, object]:
+    """Totals and what they are per second, over all parts."""
+    output, prompt, cached = (
+        int(answered.get_column(name).sum()) for name in ("output_tokens", "prompt_tokens", "cached_tokens")
+    )
+    wall_s = sum(part.seconds for part in fleet.parts)
+    return {
+        "prompt_tokens": prompt,
+        "output_tokens": output,
+        "wall_s": wall_s,
+        "output_tokens_per_s": ratio(output, wall_s),
+        "output_tokens_per_s_per_gpu": ratio(output, fleet.device_s),
+        "prompt_tokens_per_s": ratio(prompt, wall_s),
+        "turns_per_s": ratio(answered.height, wall_s),
+        "cache_hit_rate": ratio(cached, prompt),
+    }
+
+
+def steady_state(
+    answered: pl.DataFrame, fleet: Fleet, phases: Phases, table: pl.DataFrame
+) -> dict[str, object]:
+    """The rate between ramp and drain, and how it spreads over the whole buckets in there."""
+    windows = phases.steady()
+    seconds = sum(end - start for _, start, end in windows)
+    made = tokens_until(answered, [t for _, start, end in windows for t in (start, end)])
+    tokens = sum(made[1::2]) - sum(made[::2])
+    device_s = sum((end - start) * fleet.devices_in(part) for part, start, end in windows)
+    width = bucket_width_s(sum(part.seconds for part in fleet.parts))
+    whole = table.filter((pl.col("phase") == "steady") & (pl.col("seconds") >= 0.99 * width))
+    by_bucket = whole.group_by("t").agg(pl.col("output_tokens_per_s").sum())
+    too_short = "the run was too short: it never held more turns than the fleet has slots"
+    return {
+        "seconds": seconds,
+        "output_tokens_per_s": tokens / seconds if seconds else None,
+        "output_tokens_per_s_per_gpu": tokens / device_s if seconds else None,
+        "over_time": spread(by_bucket.get_column("output_tokens_per_s")),
+        "reason": None if seconds else too_short,
+    }
+
+
+def cost(gpu_hours: float, output_tokens: int, price: float | None) -> dict[str, object]:
+    """GPU-hours, and money where a price of one is known."""
+    per_million = gpu_hours / (output_tokens / 1e6) if output_tokens else None
+    return {
+        "gpu_hours": gpu_hours,
+        "gpu_hours_per_million_output_tokens": per_million,
+        "price_per_gpu_hour": price,
+        "cost": None if price is None else price * gpu_hours,
+        "cost_per_million_output_tokens": None
+        if price is None or per_million is None
+        else price * per_million,
+    }
+
+
+def calendar(fleet: Fleet, left_out: Sequence[Part]) -> dict[str, object]:
+    """Parts, the pauses between them, and stretches of other work, with their times."""
+    parts = fleet.parts
+    return {
         "started_at": iso(parts[0].start) if parts else None,
         "ended_at": iso(parts[-1].end) if parts else None,
         "parts": [
-            {"from": iso(part.start), "to": iso(part.end), "wall_s": part.seconds, "servers": who}
-            for part, who in zip(parts, members, strict=True)
+            {"from": iso(part.start), "to": iso(part.end), "wall_s": part.seconds, "servers": list(who)}
+            for part, who in zip(parts, fleet.members, strict=True)
         ],
         "pauses": [
             {"from": iso(before.end), "to": iso(after.start), "seconds": after.start - before.end}
@@ -673,10 +563,7 @@ def account(
             }
             for part in left_out
         ],
-        "servers": server_accounts(everyone, published, answered, samples, restarts, counters, shares, wall),
-        "shards": shard_accounts(answered),
     }
-    return result, table
 
 
 def bounds(

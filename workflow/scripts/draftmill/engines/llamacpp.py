@@ -71,7 +71,9 @@ class LlamaCpp:
         }
         # Waiting threads sleep instead of spinning: on a machine that does something else too, spinning
         # costs far more than it saves.
-        return Launch((sys.executable, str(SERVE), json.dumps(settings)), {"OMP_WAIT_POLICY": "passive"})
+        return Launch(
+            (sys.executable, "-P", str(SERVE), json.dumps(settings)), {"OMP_WAIT_POLICY": "passive"}
+        )
 
     def facts(self, address: str, key: str, log: Path | None = None) -> Facts | None:
         try:

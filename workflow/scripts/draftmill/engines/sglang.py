@@ -166,6 +166,8 @@ class SGLang:
         if spec.capacity is not None and "--max-running-requests" not in asked:
             flags += ["--max-running-requests", str(spec.capacity)]
         known = known_flags(environment)
+        if "--log-level-http" in known and "--log-level-http" not in asked:
+            flags += ["--log-level-http", "warning"]  # no line for each look at the metrics
         settled = settle((*flags, *spec.numerics, *spec.flags), known)
         secret = _secret_file(folder / f"sglang-{port}.yaml", key_file.read_text(encoding="utf-8").strip())
         return Launch((*_command(environment), "--config", str(secret), *settled), environment)
@@ -336,9 +338,9 @@ class SGLang:
 def redact(text: str, key: str = "") -> str:
     """``text`` without API keys: those that stand behind their name, and ``key`` wherever it stands."""
     if key:
-        text = text.replace(key, "<redacted>")
+        text = text.replace(key, "[redacted]")
     return SECRET_IN_TEXT.sub(
-        lambda found: found[1] + (found[2] if found[2] in ("None", "null") else "<redacted>"), text
+        lambda found: found[1] + (found[2] if found[2] in ("None", "null") else "[redacted]"), text
     )
 
 
@@ -508,7 +510,7 @@ def _sentence(reply: Mapping[str, Any]) -> str:
 def _redacted(info: Mapping[str, Any], key: str) -> dict[str, Any]:
     """The settings that are set, without nested state and without secrets."""
     return {
-        name: "<redacted>" if SECRET_NAME.search(name) else _without_key(value, key)
+        name: "[redacted]" if SECRET_NAME.search(name) else _without_key(value, key)
         for name, value in info.items()
         if value is not None
         and not isinstance(value, dict)

@@ -82,9 +82,6 @@ class SavedDataset:
                 "loss_mask": {"feature": {"dtype": "int8", "_type": "Value"}, "_type": "Sequence"},
                 "seq_len": {"dtype": "int32", "_type": "Value"},
             },
-            "splits": {
-                self._split: {"name": self._split, "num_examples": self._rows, "_type": "SplitInfo"},
-            },
         }
         _write_json(self._folder / "state.json", state)
         _write_json(self._folder / "dataset_info.json", information)

@@ -18,6 +18,9 @@ import pyarrow as pa
 from draftmill.arrays import list_rows
 from draftmill.rows import JSONL_COLUMNS
 
+# Unicode's line ends beyond ASCII stand only inside strings, and some readers split lines at them.
+LINE_BREAKS = tuple((c.encode(), f"\\u{ord(c):04x}".encode()) for c in "\u2028\u2029\u0085")
+
 Shape = Callable[[pa.Table], Iterator[dict[str, Any]]]
 
 
@@ -30,12 +33,19 @@ class LinesFile:
 
     def write(self, table: pa.Table) -> None:
         """Appends one line for each row of ``table``."""
-        option = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_APPEND_NEWLINE
-        self._file.writelines(orjson.dumps(line, option=option) for line in self._shape(table))
+        self._file.writelines(map(_line, self._shape(table)))
 
     def close(self) -> None:
         """Closes the file."""
         self._file.close()
+
+
+def _line(row: dict[str, Any]) -> bytes:
+    """One line of strict JSON, whatever a reader takes for the end of a line."""
+    line = orjson.dumps(row, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_APPEND_NEWLINE)
+    for character, escape in LINE_BREAKS:
+        line = line.replace(character, escape)
+    return line
 
 
 def pretokenised(table: pa.Table) -> Iterator[dict[str, Any]]:

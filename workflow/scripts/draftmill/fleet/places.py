@@ -83,7 +83,7 @@ class Fleet:
         fresh = path.with_name(f"api-key.{os.getpid()}.{secrets.token_hex(4)}")
         if not path.exists():
             fresh.touch(mode=0o600)
-            fresh.write_text(secrets.token_urlsafe(32))
+            fresh.write_text(secrets.token_hex(32))
             try:
                 os.link(fresh, path)  # unlike a rename, this fails when another process was first
             except FileExistsError:

@@ -213,6 +213,7 @@ class Supervisor:
     async def _one_engine(self) -> None:
         """One start of the engine, until it is down."""
         self.epoch += 1
+        self.facts = None  # those of the start before stay known until here
         if self.slot.address is None:
             await self._start()
         else:
@@ -289,7 +290,7 @@ class Supervisor:
         }
         if self.slot.gpus:
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpu.uuid for gpu in self.slot.gpus)
-        head = [sys.executable, str(KEEPER), "--parent", str(os.getpid()), "--log", str(server_log)]
+        head = [sys.executable, "-P", str(KEEPER), "--parent", str(os.getpid()), "--log", str(server_log)]
         head += ["--redact", str(key_file), "--grace", str(GRACE_S), "--"]
         return subprocess.Popen(
             [*head, *launch.argv],
@@ -404,7 +405,6 @@ class Supervisor:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 keeper.wait(1)
         self.address = None
-        self.facts = None
 
     # --- its clients
 
@@ -435,6 +435,7 @@ class Supervisor:
             return
         if "trial" in message:
             self._try(message["trial"])
+            connection.send({"server": self._public()})
             return
         client = self.permits.clients.get(name)
         if client is not None:
