@@ -18,6 +18,7 @@ from tests.frozen_model import THINKING, freeze
 
 from draftmill import sharding
 from draftmill.errors import UserError
+from draftmill.model import SPARE_TOKENS
 from draftmill.sharding import SHARD_SCHEMA, SKIPPED_SCHEMA, shard_of, shard_prompts, summarise, unique_ids
 
 CASES = Path(__file__).parents[1] / "cases"
@@ -302,7 +303,7 @@ def test_a_prompt_that_does_not_fit_is_skipped_or_gets_fewer_tokens(shard: Shard
     shorten = shard(rows, context=150, max_tokens=64, context_policy="shorten")
     assert {name: row["max_tokens"] for name, row in shorten.rows.items()} == {
         "r0": 64,
-        "r1": 150 - len(shorten.rows["r1"]["prompt_ids"]),
+        "r1": 150 - len(shorten.rows["r1"]["prompt_ids"]) - SPARE_TOKENS,
     }
     assert shorten.summary["notes"]["max_tokens_shortened"] == 1
     assert {row["reason"] for row in shorten.skipped} == {"too_long"}

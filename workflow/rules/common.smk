@@ -14,6 +14,7 @@ from draftmill import config as configuration
 from draftmill import prompts as prompt_files
 from draftmill import report as report_pages
 from draftmill.errors import UserError
+from draftmill import snakemake_pool
 from draftmill.fleet import processes
 
 try:
@@ -40,6 +41,7 @@ os.environ.update(
 )
 if not workflow.subprocess_exec:
     processes.claim_owner()
+    snakemake_pool.widen()
 
 
 wildcard_constraints:

@@ -31,7 +31,10 @@ def main(words: Sequence[str] | None = None) -> int:
         if name in given[:1]:  # import no more than what is asked for
             chosen = importlib.import_module(f"draftmill.{module}")
             chosen.add_arguments(command)
-    arguments = parser.parse_args(given)
+    arguments, rest = parser.parse_known_args(given)
+    arguments.rest = rest
+    if rest and arguments.command != "resume":  # which hands all that it does not know to Snakemake
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
     try:
         return int(chosen.run(arguments))
     except UserError as fault:

@@ -5,6 +5,7 @@ The only place where walks, journal, client and engine meet.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -21,13 +22,15 @@ from typing import Any
 import orjson
 import requests
 import requests.adapters
+from urllib3.exceptions import NewConnectionError
 
 from draftmill import config as settings
-from draftmill import engines, science, status
-from draftmill.engines import Transient
+from draftmill import engines, science, status, tuning
+from draftmill.engines import Transient, Unreached
 from draftmill.errors import UserError
 from draftmill.fleet import processes
 from draftmill.fleet.client import Client, Figures, Server, Task
+from draftmill.fleet.locks import Lock
 from draftmill.fleet.places import Fleet
 from draftmill.generation import Shard, Turn, Walk
 from draftmill.journal import Journal, Writer
@@ -37,6 +40,7 @@ log = logging.getLogger("generate")
 
 CONNECT_S = 10.0
 EXAMPLES = 3
+SHARD_CAPACITIES = 5  # turns of a shard over a server's capacity that keep a fleet busy (simulated)
 ALL_REFUSED = 20  # refusals in a row from the start: the request is wrong, not the prompts
 
 
@@ -68,6 +72,7 @@ def generate(
         )
     log.info("%s: %d turns, %d of them in the journal", shard_file.stem, turns, settled)
     if pending:
+        _tune_first(config, results)
         _Asking(config, results, shard, journal, shard_file.stem, service_file, turns, settled, verdicts).run(
             pending
         )
@@ -76,6 +81,20 @@ def generate(
     if journal.damaged_lines:
         log.warning("%d damaged lines of the journal were passed over", journal.damaged_lines)
     journal.close()
+
+
+def _tune_first(config: settings.Config, results: Path) -> None:
+    """With ``auto`` among the server's flags: one job of the run measures, the others wait for what it finds."""
+    if config["operation"]["engine"] == "attach" or not settings.server_flags(config).tuned:
+        return
+    lock = Lock(Fleet(results, processes.owner()).runtime / "tuning.lock")
+    while not lock.take():
+        time.sleep(1)
+    if tuning.adopted_flags(config, results) is None:
+        from draftmill.tuner import tune
+
+        tune(config, results)
+    lock.release()
 
 
 class _Verdicts:
@@ -138,6 +157,11 @@ class Asker:
                 headers=self._headers(),
                 timeout=self._timeout,
             )
+        except (requests.ConnectTimeout, requests.ConnectionError) as fault:
+            reason = getattr(fault.args[0] if fault.args else None, "reason", None)
+            unreached = isinstance(fault, requests.ConnectTimeout) or isinstance(reason, NewConnectionError)
+            kind = Unreached if unreached else Transient
+            raise kind(f"{server.name} did not answer: {type(fault).__name__}") from fault
         except requests.RequestException as fault:
             raise Transient(f"{server.name} did not answer: {type(fault).__name__}") from fault
         completion = engine.completion(reply.status_code, reply.content)
@@ -207,14 +231,16 @@ class _Asking:
         self._order = float(lease["started_at"])
         self._writer = Writer(results / "journal")
         self._asker = Asker(config, self._fleet, shard, journal, self._writer)
-        self._turns, self._settled = turns, settled
+        self._turns, self._settled, self._reused = turns, settled, settled
         self._verdicts = verdicts
         self._lock = threading.Lock()
         self._output_tokens = 0
         self._interval = float(config["operation"]["progress_interval_s"])
-        self._last_note = time.monotonic()
+        self._began = self._last_note = time.monotonic()
         self._results, self._operation = results, config["operation"]
         self._over = threading.Event()
+        self._shards: int = config["shards"]
+        self._capacity_seen = False
 
     def run(self, pending: list[Turn]) -> None:
         _raise_file_limit()
@@ -278,12 +304,36 @@ class _Asking:
             if line is not None:
                 print(line, file=sys.stderr, flush=True)
 
+    def _warn_of_small_shards(self, capacity: int) -> None:
+        """Says once a run when shards are too small to keep servers of that capacity busy to their end."""
+        stamp = self._fleet.runtime / "shard-size-checked"
+        with contextlib.suppress(FileExistsError):
+            stamp.touch(exist_ok=False)
+            turns = json.loads((self._results / "prompts.json").read_text())["turns"]
+            most = max(1, turns // (SHARD_CAPACITIES * capacity))
+            if self._shards > most:
+                log.warning(
+                    "a shard holds about %d turns, less than %d times what a server runs at once (%d): servers may "
+                    "stand idle at the end of shards; set shards: %d",
+                    turns // self._shards, SHARD_CAPACITIES, capacity, most,
+                )  # fmt: skip
+
     def _tick(self, figures: Figures) -> None:
+        if figures.capacity and not self._capacity_seen:
+            self._capacity_seen = True
+            self._warn_of_small_shards(figures.capacity)
         if time.monotonic() - self._last_note >= self._interval:
             self._last_note = time.monotonic()
             standing = self._standing(figures)
             self._note("progress", standing)
-            log.info("%(done)d of %(turns)d turns, %(in_flight)d running, %(failed)d failed tries", standing)
+            elapsed_s = time.monotonic() - self._began
+            answered = self._settled - self._reused
+            log.info(
+                "%d of %d turns, %d running, %d failed tries; %.0f tok/s; %s",
+                self._settled, self._turns, figures.in_flight, figures.retried, self._output_tokens / elapsed_s,
+                f"{elapsed_s / answered * (self._turns - self._settled):.0f} s left at this rate"
+                if answered else "no answer yet",
+            )  # fmt: skip
 
 
 def _raise_file_limit() -> None:

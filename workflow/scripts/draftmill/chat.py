@@ -91,7 +91,8 @@ class ChatTemplate:
         except (
             jinja2.TemplateError,
             TypeError,
-            KeyError,
+            LookupError,
+            ArithmeticError,
             ValueError,
             AttributeError,
             RecursionError,
@@ -121,6 +122,10 @@ def _fixed_clock(date: str | None) -> Callable[[str], str]:
                 "The chat template writes today's date into every prompt; "
                 "set model.template_date (YYYY-MM-DD), so that the prompts stay the same tomorrow."
             )
-        return datetime.date.fromisoformat(date).strftime(layout)
+        try:
+            day = datetime.date.fromisoformat(date)
+        except ValueError as fault:
+            raise UserError(f"model.template_date {date} is no day of the calendar ({fault}).") from fault
+        return day.strftime(layout)
 
     return strftime_now

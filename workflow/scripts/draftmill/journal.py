@@ -4,7 +4,7 @@ A folder of segments. A segment is written by one process and never rewritten; a
 
     <crc32 of the rest, 8 hex> <key, 32 hex> <record, one JSON object>\\n
 
-and beside it lies ``<segment>.index``: 28 bytes a record (key, offset, length), written after the line.
+and beside it lies ``<segment>.index``: 32 bytes a record (key, offset, length, crc32), written after the line.
 The index only saves time: what it does not cover is read from the segment itself, and a line whose
 checksum fails (torn, overwritten, a page of NULs) counts as never written.
 """
@@ -27,6 +27,7 @@ from typing import Any, BinaryIO
 import orjson
 
 _ENTRY = struct.Struct(">16sQI")  # key, offset in the segment, length of the line with its newline
+_CHECK = struct.Struct(">I")  # crc32 of the entry before it
 _HEAD = 8 + 1 + 32 + 1
 FSYNC_S = 1.0  # an answer is on the disk at most this long after it is written
 
@@ -69,7 +70,8 @@ class Writer:
             try:
                 segment, index = self._open()
                 _write_all(segment, line)
-                _write_all(index, _ENTRY.pack(bytes.fromhex(key), self._offset, len(line)))
+                entry = _ENTRY.pack(bytes.fromhex(key), self._offset, len(line))
+                _write_all(index, entry + _CHECK.pack(binascii.crc32(entry)))
             except OSError as fault:
                 self._fault = fault
                 raise
@@ -111,6 +113,8 @@ class Journal:
         self.folder = folder
         self.damaged_lines = 0
         self._places: dict[bytes, Place] = {}
+        self._doubles: dict[bytes, list[Place]] = {}  # where a key stands again, for when its line is damaged
+        self._lock = threading.Lock()
         self._covered: dict[Path, int] = {}
         self._files: dict[Path, BinaryIO] = {}
         self.refresh()
@@ -127,25 +131,40 @@ class Journal:
             return
         for segment in sorted(self.folder.glob("*.jsonl")):
             for key, offset, length in self._new_entries(segment):
-                self._places.setdefault(key, Place(segment, offset, length))
+                place = Place(segment, offset, length)
+                if self._places.setdefault(key, place) is not place:
+                    self._doubles.setdefault(key, []).append(place)
 
     def get(self, key: str) -> dict[str, Any] | None:
-        """The record under ``key``; None when there is none or its line is damaged."""
-        place = self._places.get(bytes.fromhex(key))
-        if place is None:
-            return None
-        file = self._files.get(place.segment)
-        if file is None:
-            file = self._files[place.segment] = place.segment.open("rb")
-        line = os.pread(file.fileno(), place.length, place.offset)
-        if not _sound(line) or line[9:41] != key.encode():
-            self.damaged_lines += 1
-            return None
-        return _record(line)
+        """The record under ``key``; None when there is none or its lines are all damaged."""
+        name = bytes.fromhex(key)
+        while (place := self._places.get(name)) is not None:
+            line = self._line(place)
+            if _sound(line) and line[9:41] == key.encode():
+                return _record(line)
+            self._pass_over(name, place)
+        return None
+
+    def _line(self, place: Place) -> bytes:
+        with self._lock:
+            file = self._files.get(place.segment)
+            if file is None:
+                file = self._files[place.segment] = place.segment.open("rb")
+        return os.pread(file.fileno(), place.length, place.offset)
+
+    def _pass_over(self, name: bytes, place: Place) -> None:
+        """Forgets a damaged line, so that the turn can be asked again and its new answer found."""
+        with self._lock:
+            if self._places.get(name) is place:  # no other thread was faster
+                self.damaged_lines += 1
+                del self._places[name]
+                doubles = self._doubles.get(name)
+                if doubles:
+                    self._places[name] = doubles.pop(0)
 
     def keys(self) -> Iterable[str]:
         """All keys."""
-        return (key.hex() for key in self._places)
+        return [key.hex() for key in list(self._places)]
 
     def records(self) -> Iterator[tuple[str, dict[str, Any]]]:
         """Every sound record once."""
@@ -165,7 +184,7 @@ class Journal:
         if covered == 0:
             with contextlib.suppress(FileNotFoundError):
                 raw = _index_path(segment).read_bytes()
-                for key, offset, length in _ENTRY.iter_unpack(raw[: len(raw) // _ENTRY.size * _ENTRY.size]):
+                for key, offset, length in _entries(raw):
                     if offset != covered or offset + length > size:  # not what the segment holds: read that
                         break
                     yield key, offset, length
@@ -185,6 +204,15 @@ class Journal:
 
 def _index_path(segment: Path) -> Path:
     return segment.with_suffix(".index")
+
+
+def _entries(raw: bytes) -> Iterator[tuple[bytes, int, int]]:
+    """The entries of an index up to the first damaged or unfinished one."""
+    size = _ENTRY.size
+    for at in range(0, len(raw) - size - _CHECK.size + 1, size + _CHECK.size):
+        if _CHECK.unpack_from(raw, at + size)[0] != binascii.crc32(raw[at : at + size]):
+            return
+        yield _ENTRY.unpack_from(raw, at)
 
 
 def _write_all(file: BinaryIO, data: bytes) -> None:

@@ -20,6 +20,7 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from draftmill.chat import ChatTemplate
 from draftmill.errors import UserError
+from draftmill.tokens import Tokenizer
 
 EMBEDDED = "embedded"
 SPARE_TOKENS = 8  # SGLang refuses the last six of the context, and would silently shorten an answer by two
@@ -81,15 +82,14 @@ def locate(settings: dict[str, Any]) -> Path | None:
 def freeze(settings: dict[str, Any], location: Path, folder: Path) -> Model:
     """Writes ``model.json``, ``tokenizer.json`` and ``chat_template.jinja`` of the model at ``location``."""
     folder.mkdir(parents=True, exist_ok=True)
-    facts = _gguf_facts(location, folder) if location.suffix == ".gguf" else _folder_facts(location, folder)
+    read = _gguf_facts if location.suffix == ".gguf" else _folder_facts
+    facts = read(location, folder, settings["revision"])
     own_template = settings["chat_template"]
     if own_template:
         try:
-            facts["template"] = Path(own_template).read_text(encoding="utf-8")
-        except OSError as fault:
-            raise UserError(
-                f"model.chat_template {own_template} cannot be read: {fault.strerror}."
-            ) from fault
+            facts["template"] = Path(own_template).expanduser().read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as fault:
+            raise UserError(f"model.chat_template {own_template} cannot be read ({fault}).") from fault
     template = facts.pop("template")
     if not template:
         raise UserError(
@@ -102,7 +102,6 @@ def freeze(settings: dict[str, Any], location: Path, folder: Path) -> Model:
     ]:  # longer than the checkpoint's only with overrides (a rope scaling), checked before
         context = int(settings["context_length"])
     tokenizer_file = folder / "tokenizer.json"
-    backend = tokenizers.Tokenizer.from_file(str(tokenizer_file))
     model = Model(
         path=str(location),
         revision=settings["revision"],
@@ -110,7 +109,7 @@ def freeze(settings: dict[str, Any], location: Path, folder: Path) -> Model:
         template_hash=_digest(template.encode()),
         template_has_thinking=ChatTemplate(template, {}).has_thinking,
         tokenizer_hash=_digest(tokenizer_file.read_bytes()),
-        vocab_size=backend.get_vocab_size(with_added_tokens=True),
+        vocab_size=Tokenizer.load(folder).vocab_size,
         **{**facts, "context_length": context},
     )
     (folder / "model.json").write_text(
@@ -123,7 +122,7 @@ def _digest(data: bytes) -> str:
     return hashlib.blake2b(data, digest_size=16).hexdigest()
 
 
-def _identity(config: Any, weights: list[Path], revision: Any = None) -> str:
+def _identity(config: Any, weights: list[Path], revision: str | None) -> str:
     listing = sorted((path.name, path.stat().st_size) for path in weights)
     return _digest(json.dumps([config, listing, revision], sort_keys=True).encode())
 
@@ -131,7 +130,7 @@ def _identity(config: Any, weights: list[Path], revision: Any = None) -> str:
 # --- Hugging Face folders
 
 
-def _folder_facts(location: Path, folder: Path) -> dict[str, Any]:
+def _folder_facts(location: Path, folder: Path, revision: str | None) -> dict[str, Any]:
     config = _json(location / "config.json", required=True)
     if not (location / "tokenizer.json").exists():
         raise UserError(f"{location} has no tokenizer.json; save the model's fast tokenizer there.")
@@ -144,7 +143,7 @@ def _folder_facts(location: Path, folder: Path) -> dict[str, Any]:
     )
     if isinstance(template, list):  # several named templates; the one for chats is called default
         template = next((t["template"] for t in template if t.get("name") == "default"), None)
-    backend = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    backend = Tokenizer.load(location).backend
     special = {
         name: token["content"] if isinstance(token, dict) else token
         for name in ("bos_token", "eos_token", "pad_token", "unk_token")
@@ -163,7 +162,7 @@ def _folder_facts(location: Path, folder: Path) -> dict[str, Any]:
     return {
         "name": location.name,
         "kind": "hf",
-        "identity": _identity(config, weights + list(location.glob("*.index.json"))),
+        "identity": _identity(config, weights + list(location.glob("*.index.json")), revision),
         "context_length": int(text_config.get("max_position_embeddings", 2048)),
         "eos_token_ids": tuple(sorted(i for i in eos if i is not None)),
         "special_tokens": special,
@@ -186,7 +185,7 @@ def _json(path: Path, required: bool = False) -> dict[str, Any]:
 # --- GGUF files
 
 
-def _gguf_facts(location: Path, folder: Path) -> dict[str, Any]:
+def _gguf_facts(location: Path, folder: Path, revision: str | None) -> dict[str, Any]:
     from gguf import GGUFReader
 
     try:
@@ -209,7 +208,7 @@ def _gguf_facts(location: Path, folder: Path) -> dict[str, Any]:
         "name": location.stem,
         "kind": "gguf",
         "identity": _identity(
-            [architecture, layers, value("general.name"), value("general.file_type")], [location]
+            [architecture, layers, value("general.name"), value("general.file_type")], [location], revision
         ),
         "context_length": int(value(f"{architecture}.context_length")),
         "eos_token_ids": tuple(sorted({int(i) for i in (eos, end_of_turn) if i is not None})),

@@ -16,15 +16,14 @@ from draftmill.errors import UserError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "snakemake",
-        nargs=argparse.REMAINDER,
-        help="targets and options for snakemake (none: as in the profile)",
-    )
+    parser.usage = "draftmill resume [targets and options of snakemake; none: as in the profile]"
 
 
 def run(arguments: argparse.Namespace) -> int:
-    folder = Path.cwd()
+    asked: list[str] = arguments.rest
+    where = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    where.add_argument("-d", "--directory", type=Path, default=Path.cwd())
+    folder: Path = where.parse_known_args(asked)[0].directory
     running = snakemakes_in(folder)
     if running:
         raise UserError(
@@ -34,8 +33,8 @@ def run(arguments: argparse.Namespace) -> int:
     snakemake = [sys.executable, "-m", "snakemake"]
     if any((folder / ".snakemake" / "locks").glob("*")):
         print("draftmill: unlocking after a run that was killed", flush=True)
-        subprocess.run([*snakemake, "--unlock", "--quiet"], check=True)
-    return subprocess.run([*snakemake, *arguments.snakemake], check=False).returncode
+        subprocess.run([*snakemake, *asked, "--unlock", "--quiet", "all"], check=True)
+    os.execv(sys.executable, [*snakemake, *asked])  # signals then reach Snakemake itself
 
 
 def snakemakes_in(folder: Path) -> list[int]:

@@ -124,8 +124,7 @@ class _Tuner:
             raise self._faults[0]
         done = tuning.read_measurements(self._results, self._circumstances)
         decision = tuning.decide(done, self._asked)
-        if decision.adopted is not None:
-            tuning.adopt(self._results, decision, self._asked)
+        tuning.adopt(self._results, decision, self._asked)
         for line in table(done):
             log.info("%s", line)
         log.warning("tuning: %s", decision.reason)

@@ -159,21 +159,24 @@ def keep(results: Path, measurement: Measurement) -> None:
     path = results / FOLDER / "measurements.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(asdict(measurement)) + "\n")
+        # The newline in front keeps it apart from a line that a kill has torn.
+        file.write("\n" + json.dumps(asdict(measurement)) + "\n")
 
 
 def adopt(results: Path, decision: Decision, asked: Setting) -> None:
-    """Writes ``winner.json``: from now on servers that would start with the asked flags use the adopted ones."""
-    assert decision.adopted is not None
+    """Writes ``winner.json``: from now on servers that would start with the asked flags use the adopted ones
+    (the asked ones themselves, where nothing could be measured)."""
+    adopted = decision.adopted
     path = results / FOLDER / "winner.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
     fresh = path.with_suffix(".fresh")
     facts = {
         "asked": list(asked.flags),
-        "flags": list(decision.adopted.flags),
-        "name": decision.adopted.name,
-        "tok_s": decision.adopted.tok_s,
+        "flags": list(adopted.flags if adopted else asked.flags),
+        "name": adopted.name if adopted else asked.name,
+        "tok_s": adopted.tok_s if adopted else None,
         "asked_tok_s": decision.asked.tok_s if decision.asked else None,
-        "circumstances": decision.adopted.circumstances,
+        "circumstances": adopted.circumstances if adopted else None,
         "reason": decision.reason,
         "proposals": list(decision.proposals),
     }

@@ -67,6 +67,10 @@ class Transient(Exception):
     """Nothing wrong with the request: the server is busy, broken or gone. Ask again."""
 
 
+class Unreached(Transient):
+    """The request never got to the server: it says nothing about the request."""
+
+
 class Engine(Protocol):
     """One inference server's dialect."""
 

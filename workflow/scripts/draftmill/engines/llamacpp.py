@@ -119,6 +119,8 @@ class LlamaCpp:
             raise Transient(
                 f"the server answered {status} with something that is no JSON: {body[:80]!r}"
             ) from fault
+        if not isinstance(reply, dict):
+            raise Transient(f"the server answered {status} with something else than an object: {body[:80]!r}")
         if status == 400:
             raise Refused(str(reply.get("error", {}).get("message", reply)))
         if status != 200 or not isinstance(reply.get("tokens"), list):

@@ -27,7 +27,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
-from draftmill.engines import Refused, Transient
+from draftmill.engines import Refused, Transient, Unreached
 from draftmill.errors import UserError
 from draftmill.fleet.places import Fleet
 
@@ -39,6 +39,10 @@ MOST_THREADS = 8192
 WANT_AT_MOST = 4096  # more is never granted at once, and a steady figure saves messages
 TRIES = 12  # of one turn with a server that lives; a server's death does not count
 SUSPECT_AFTER, POISON_AFTER = 2, 2  # crashes in company, then alone
+DOUBT_S = 0.5  # a supervisor sees its server's end after 0.1 s
+LEAST_ROUND_S = (
+    0.004  # between two rounds of the loop, so that answers that come together are handled together
+)
 BREAKER_AFTER = 6  # failures in a row of one server
 NO_SERVER_S = 120.0
 HOPELESS_S = 3.0  # all slots given up for so long: time enough for a lease to move to another slot
@@ -87,6 +91,7 @@ class _Link:
     failed_lately: list[tuple[float, Task[Any]]] = field(default_factory=list)
     failures: int = 0
     closed_until: float = 0.0  # the circuit breaker
+    doubtful_until: float = 0.0  # something broke: its supervisor will say shortly whether the server is down
 
     @property
     def ready(self) -> bool:
@@ -112,6 +117,7 @@ class Figures:
     waiting: int
     requeued: int
     retried: int
+    capacity: int  # turns that the largest server runs at once, 0 before one is ready
 
 
 class Client(Generic[T]):
@@ -171,6 +177,7 @@ class Client(Generic[T]):
                             os.read(self._wake_read, 4096)
                     else:
                         self._hear(key.data)
+                time.sleep(LEAST_ROUND_S)
                 self._collect()
                 self._release_delayed()
                 self._dispatch(pool)
@@ -190,7 +197,8 @@ class Client(Generic[T]):
 
     @property
     def figures(self) -> Figures:
-        return Figures(self._done, self._in_flight, self._waiting, self._requeued, self._retried)
+        capacity = max((link.public["capacity"] for link in self._links.values() if link.ready), default=0)
+        return Figures(self._done, self._in_flight, self._waiting, self._requeued, self._retried, capacity)
 
     @property
     def _waiting(self) -> int:
@@ -287,7 +295,7 @@ class Client(Generic[T]):
     def _changed(self, name: str, link: _Link, public: dict[str, Any]) -> None:
         if public.get("epoch") != link.public.get("epoch"):
             link.returned += link.permits
-            link.permits, link.failures, link.closed_until = 0, 0, 0.0
+            link.permits, link.failures, link.closed_until, link.doubtful_until = 0, 0, 0.0, 0.0
         link.public = public
         if public["state"] == "ready" and self._settled.get(name) != public["epoch"]:
             self._settled[name] = public["epoch"]
@@ -297,12 +305,12 @@ class Client(Generic[T]):
         """Everything that was in flight there is suspected a little; its failures come in by themselves."""
         now = time.monotonic()
         log.warning("the server of %s is down (%s)", name, reason.partition("\n")[0])
-        lately = [task for at, task in link.failed_lately if now - at < 10]
-        for task in [*link.running.values(), *lately]:
+        lately = {id(task): task for at, task in link.failed_lately if now - at < DOUBT_S}
+        for task in lately.values():
+            task.tries -= 1  # it was the server's end, not an answer of a living one
+        for task in {**lately, **{id(task): task for task in link.running.values()}}.values():
             task.crashes += 1
             task.crashes_alone += task.alone
-        for task in lately:
-            task.tries -= 1  # it was the server's end, not an answer of a living one
         link.failed_lately.clear()
         link.returned += link.permits
         link.permits = 0
@@ -327,8 +335,9 @@ class Client(Generic[T]):
             elif link.alone and not self._suspects and not link.running:
                 link.alone = False
             if link.alone:
-                want = 1 if self._suspects and not link.running and link.permits == 0 else 0
-            elif link.closed_until > now:
+                free = not link.running and link.permits == 0 and link.doubtful_until <= now
+                want = 1 if self._suspects and free else 0
+            elif max(link.closed_until, link.doubtful_until) > now:
                 want = 0
             elif link.failures >= BREAKER_AFTER:
                 want = min(1, ready)  # half open: one turn tries
@@ -362,7 +371,7 @@ class Client(Generic[T]):
 
     def _dispatch(self, pool: ThreadPoolExecutor) -> None:
         for name, link in self._links.items():
-            while link.permits and link.ready:
+            while link.permits and link.ready and link.doubtful_until <= time.monotonic():
                 task = self._suspects.popleft() if link.alone and self._suspects else None
                 if task is None and not link.alone:
                     task = self._take(name)
@@ -436,7 +445,14 @@ class Client(Generic[T]):
             self._put(task)
             return
         assert link is not None
-        link.failed_lately = [(at, t) for at, t in link.failed_lately[-500:] if time.monotonic() - at < 10]
+        link.doubtful_until = time.monotonic() + DOUBT_S
+        if isinstance(done.fault, Unreached):
+            self._requeued += 1
+            self._put(task)
+            return
+        link.failed_lately = [
+            (at, t) for at, t in link.failed_lately[-500:] if time.monotonic() - at < DOUBT_S
+        ]
         link.failed_lately.append((time.monotonic(), task))
         link.failures += 1
         task.tries += 1

@@ -12,6 +12,7 @@ Exit code: the engine's, or 128 + the signal that ended it.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import signal
 import subprocess
@@ -32,13 +33,21 @@ class _Log:
     def __init__(self, path: Path, secret: bytes) -> None:
         self._path, self._secret = path, secret
         self._file = path.open("ab", buffering=0)
+        self._held = b""
 
-    def write(self, line: bytes) -> None:
-        self._file.write(line.replace(self._secret, b"[redacted]") if self._secret else line)
+    def write(self, line: bytes, last: bool = False) -> None:
+        """Writes a line, or a piece of one; of a piece the end waits, since the key may begin in it."""
+        data = self._held + line
+        if self._secret:
+            data = data.replace(self._secret, b"[redacted]")
+        whole = last or data.endswith(b"\n")
+        end = len(data) if whole else max(0, len(data) - len(self._secret))
+        self._held = data[end:]
+        self._file.write(data[:end])
         if self._file.tell() > LOG_BYTES:
-            self._file.close()
             self._path.replace(self._path.with_name(self._path.name + ".1"))
-            self._file = self._path.open("ab", buffering=0)
+            full, self._file = self._file, self._path.open("ab", buffering=0)
+            full.close()
 
 
 def main() -> int:
@@ -73,7 +82,11 @@ def main() -> int:
 
     def pump() -> None:
         for line in iter(lambda: output.readline(65536), b""):
-            log.write(line)
+            # On a full disk lines are lost; unread, they would block the engine.
+            with contextlib.suppress(OSError):
+                log.write(line)
+        with contextlib.suppress(OSError):
+            log.write(b"", last=True)
 
     writer = threading.Thread(target=pump, daemon=True)
     writer.start()

@@ -19,6 +19,7 @@ class Client:
     want: int = 0  # turns it would send at once, counted when it had seen ``seen`` permits
     seen: int = 0
     alone: bool = False  # it wants one permit while nobody else has any
+    runs_alone: bool = False  # its last permit was such a one
     granted: int = 0
     returned: int = 0
 
@@ -48,18 +49,21 @@ class Permits:
 
     def grants(self) -> list[tuple[Hashable, int]]:
         """Gives out what can be given, and says to whom how many."""
-        given = []
+        given: list[tuple[Hashable, int]] = []
+        if any(client.runs_alone and client.held for client in self.clients.values()):
+            return given
         for name, client in sorted(self.clients.items(), key=lambda item: item[1].order):
             free = self.limit - self.held
             if client.alone and self.limit > 0:
                 if client.open_want == 0:
-                    break  # its turn runs alone: nobody else starts until it is back
+                    break  # it is about to say what it wants
                 if self.held > 0:
                     break  # the server empties first
                 free = 1
             number = min(free, client.open_want)
             if number > 0:
                 client.granted += number
+                client.runs_alone = client.alone
                 given.append((name, number))
             if client.alone and self.limit > 0:
                 break

@@ -6,9 +6,11 @@ Snakemake process that owns the fleet, so that neither two runs nor two allocati
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import secrets
+import shutil
 import socket
 import tempfile
 from dataclasses import dataclass
@@ -45,8 +47,10 @@ class Fleet:
     def runtime(self) -> Path:
         """Sockets, locks and the API key; short, because a socket's path holds 107 bytes at most."""
         digest = hashlib.blake2b(f"{self.results.resolve()} {self.owner}".encode(), digest_size=6).hexdigest()
-        folder = user_folder() / digest
-        folder.mkdir(mode=0o700, exist_ok=True)
+        folder = user_folder() / "fleets" / digest
+        if not folder.exists():
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            write_aside(folder / "owner", str(self.owner))
         return folder
 
     @property
@@ -91,6 +95,14 @@ class Fleet:
             finally:
                 fresh.unlink()
         return path
+
+
+def forget_dead_fleets() -> None:
+    """Removes the sockets, locks and keys of fleets whose Snakemake has ended."""
+    for note in (user_folder() / "fleets").glob("*/owner"):
+        with contextlib.suppress(OSError, ValueError):
+            if not Process.parse(note.read_text()).alive:
+                shutil.rmtree(note.parent, ignore_errors=True)
 
 
 def write_aside(path: Path, text: str) -> None:

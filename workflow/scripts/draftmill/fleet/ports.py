@@ -26,7 +26,8 @@ def choose(fixed: int | None, slot: Slot, held: contextlib.ExitStack, runtime: P
         port = fixed + BLOCK * _rank(slot, runtime)
         if not _free(port):
             raise UserError(
-                f"Port {port} (operation.server.port) is taken; free it, or set operation.server.port to null."
+                f"Port {port} (operation.server.port) is taken or does not exist; "
+                "free it, or set operation.server.port to null."
             )
         return port
     for port in range(FIRST, LAST, BLOCK):
@@ -55,6 +56,6 @@ def _free(port: int) -> bool:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # old connections are no listener
         try:
             probe.bind(("127.0.0.1", port))
-        except OSError:
+        except (OSError, OverflowError):  # taken, or beyond the last port
             return False
     return True

@@ -47,9 +47,16 @@ def installed_gpus() -> tuple[tuple[Gpu, tuple[str, ...]], ...]:
         elif uuid.startswith("MIG-"):
             instances.setdefault(current, []).append(uuid)
     return tuple(
-        (Gpu(uuid, name, int(float(memory)) << 20), tuple(instances.get(uuid, ())))
-        for uuid, name, memory in rows
+        (Gpu(uuid, name, _bytes(memory)), tuple(instances.get(uuid, ()))) for uuid, name, memory in rows
     )
+
+
+def _bytes(mebibytes: str) -> int:
+    """0 where the driver says "[N/A]", as it does for GPUs that share the host's memory."""
+    try:
+        return int(float(mebibytes)) << 20
+    except ValueError:
+        return 0
 
 
 def _output(command: list[str]) -> str:
@@ -68,7 +75,7 @@ def visible_gpus(
     """
     wanted = environment.get("CUDA_VISIBLE_DEVICES")
     if wanted is None:
-        return tuple(gpu if not instances else Gpu(instances[0], gpu.name, 0) for gpu, instances in installed)
+        return tuple(_usable(gpu, instances) for gpu, instances in installed)
     found: list[Gpu] = []
     for entry in (part.strip() for part in wanted.split(",")):
         gpu = _named(entry, installed)
@@ -79,11 +86,16 @@ def visible_gpus(
     return tuple(found)
 
 
+def _usable(gpu: Gpu, instances: Sequence[str]) -> Gpu:
+    """What CUDA uses of a GPU that is named as a whole: its first MIG instance, where it is divided."""
+    return Gpu(instances[0], gpu.name, 0) if instances else gpu
+
+
 def _named(entry: str, installed: Sequence[tuple[Gpu, tuple[str, ...]]]) -> Gpu | None:
-    if entry.isdigit():
-        return installed[int(entry)][0] if int(entry) < len(installed) else None
+    if entry.isdecimal():
+        return _usable(*installed[int(entry)]) if int(entry) < len(installed) else None
     if entry.startswith("GPU-"):
-        return next((gpu for gpu, _ in installed if gpu.uuid.startswith(entry)), None)
+        return next((_usable(*one) for one in installed if one[0].uuid.startswith(entry)), None)
     for gpu, instances in installed:
         for instance in instances:
             if entry.startswith("MIG-") and instance.startswith(entry):

@@ -112,6 +112,7 @@ class Supervisor:
         self.last_cause = ""
         self.was_ready = False
         self.progress = _Progress()
+        self.blind = False  # the server answers, but shows no counters: only its answers tell that it works
         self.idle_since = time.monotonic()
         self.facts: engines.Facts | None = None
         self.state = "waiting"
@@ -337,7 +338,9 @@ class Supervisor:
             stalled = time.monotonic() - self.progress.at
             if self.permits.held == 0:
                 self.progress.at = time.monotonic()
-            elif stalled > self.settings["stall_s"]:
+            elif stalled > (
+                self.operation["client"]["request_timeout_s"] if self.blind else self.settings["stall_s"]
+            ):
                 self._become("stalled")
                 raise _Down(
                     f"held {self.permits.held} turns for {stalled:.0f} s and no counter moved "
@@ -544,9 +547,14 @@ class Supervisor:
         sample = Sample(t=time.time(), state=self.state, epoch=self.epoch)
         address, engine = self.address, self.engine
         if self.state == "ready" and engine is not None and address is not None:
-            with contextlib.suppress(requests.RequestException):
+            try:
                 text = await asyncio.to_thread(engine.metrics, address, self.key)
                 sample = parse_prometheus(text, sample.t, state=self.state, epoch=self.epoch)
+                self.blind = sample.running is None and sample.generation_tokens is None
+            except requests.HTTPError:
+                self.blind = True
+            except requests.RequestException:
+                self.blind = False
         counters = (sample.generation_tokens, sample.decode_tokens, sample.prefill_tokens, sample.kv_usage)
         self.progress.note(*counters, self.answers)
         return replace(
