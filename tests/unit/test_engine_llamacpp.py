@@ -161,10 +161,10 @@ def test_the_metrics_count_what_was_sampled(running: Running) -> None:
 
 
 def test_greedy_answers_repeat_and_are_what_the_ids_say(running: Running) -> None:
-    prompt = running.prompt("What is the capital of France?")
+    prompt = running.prompt("Name three colors.")
     first, second = running.ask(prompt), running.ask(prompt)
     assert first.output_ids == second.output_ids
-    assert "Paris" in running.tokenizer.decode(first.output_ids)
+    assert "Red" in running.tokenizer.decode(first.output_ids)
     assert first.latency_s > 0
 
 

@@ -80,6 +80,10 @@ def called(words: list[str], folder: Path) -> Iterator[int]:
     program = shutil.which("yes")
     assert program is not None
     with subprocess.Popen(words, executable=program, cwd=folder, stdout=subprocess.PIPE) as process:
+        while not Path(
+            f"/proc/{process.pid}/cmdline"
+        ).read_bytes():  # the kernel sets it a moment after the start
+            time.sleep(0.01)
         yield process.pid
         process.kill()
 

@@ -32,7 +32,7 @@ from draftmill.fleet import processes
 from draftmill.fleet.client import Client, Figures, Server, Task
 from draftmill.fleet.locks import Lock
 from draftmill.fleet.places import Fleet
-from draftmill.generation import Shard, Turn, Walk
+from draftmill.generation import Row, Shard, Turn, Walk
 from draftmill.journal import Journal, Writer
 from draftmill.validation import too_many_rejected
 
@@ -41,6 +41,7 @@ log = logging.getLogger("generate")
 CONNECT_S = 10.0
 EXAMPLES = 3
 SHARD_CAPACITIES = 5  # turns of a shard over a server's capacity that keep a fleet busy (simulated)
+JUDGE_ALL, JUDGE_EVERY = 2000, 8  # of larger shards one conversation in eight tells how many are rejected
 ALL_REFUSED = 20  # refusals in a row from the start: the request is wrong, not the prompts
 
 
@@ -54,16 +55,16 @@ def generate(
     shard = Shard(config, results / "model")
     journal = Journal(results / "journal")
     rows = shard.rows(shard_file)
-    pending: list[Turn] = []
+    pending: list[Row] = []
     settled = 0
-    verdicts = _Verdicts(config["validation"])
-    for row in rows:
-        walk = shard.walk(row, journal.get)
-        settled += len(walk.facts)
-        verdicts.count(walk, len(walk.facts))
-        if walk.next is not None:
-            pending.append(walk.next)
     turns = sum(row.turn_count for row in rows)
+    verdicts = _Verdicts(config["validation"], turns)
+    for row in rows:
+        walk = shard.walk(row, journal.get, verdicts.wants(row))
+        settled += len(walk.facts)
+        verdicts.count(row, walk, len(walk.facts))
+        if walk.next is not None:
+            pending.append(row)
     changes = science.record(config, results)
     if changes and pending:
         new, total = shard.new_conversations(sorted(shard_file.parent.glob("*.parquet")), journal)
@@ -100,14 +101,21 @@ def _tune_first(config: settings.Config, results: Path) -> None:
 class _Verdicts:
     """How many answers the policy rejects, to stop a run that produces rejects."""
 
-    def __init__(self, policy: Mapping[str, Any]) -> None:
+    def __init__(self, policy: Mapping[str, Any], turns: int) -> None:
         self._policy = policy
+        self._every = 1 if turns <= JUDGE_ALL else JUDGE_EVERY
         self._judged = self._rejected = self._refused = 0
         self.reasons: Counter[str] = Counter()
         self._examples: list[str] = []
 
-    def count(self, walk: Walk, settled: int) -> None:
+    def wants(self, row: Row) -> bool:
+        """Whether this conversation's last answer is judged here; the merge judges all."""
+        return int(row.content_hash[:8], 16) % self._every == 0
+
+    def count(self, row: Row, walk: Walk, settled: int) -> None:
         """Takes in the last ``settled`` turns of a walk; raises UserError when too many are rejected."""
+        if not self.wants(row):
+            return
         new = walk.facts[len(walk.facts) - settled :]
         self._judged += sum(facts["outcome"] != "unasked" for facts in new)
         if walk.rejected is not None and new:
@@ -144,7 +152,7 @@ class Asker:
         self._engines: dict[str, engines.Engine] = {}
         self._local = threading.local()
 
-    def answer(self, turn: Turn, server: Server, attempt: int) -> Walk:
+    def answer(self, turn: Turn, server: Server, attempt: int, judge_last: bool = True) -> Walk:
         """Asks one server for one turn; raises Refused or Transient, OSError when the journal cannot be written."""
         engine = self._engines.setdefault(server.engine, engines.load(server.engine))
         route, body = engine.request(turn.prompt_ids, turn.sampling)
@@ -178,7 +186,7 @@ class Asker:
             "cached_tokens": completion.cached_tokens,
             "attempts": attempt,
         }
-        return self._keep(turn, record)
+        return self._keep(turn, record, judge_last)
 
     def give_up(self, turn: Turn, outcome: str, detail: str) -> Walk:
         """Keeps that a turn will never be answered (``refused`` or ``poison``)."""
@@ -186,10 +194,19 @@ class Asker:
             turn, {"outcome": outcome, "id": str(turn), "detail": detail, "started_at": time.time()}
         )
 
-    def _keep(self, turn: Turn, record: dict[str, Any]) -> Walk:
+    def _lookup(self, key: str) -> dict[str, Any] | None:
+        return self._fresh.get(key) or self._journal.get(key)
+
+    def next(self, row: Row) -> Turn:
+        """The turn of a conversation that is to be asked now."""
+        turn = self._shard.walk(row, self._lookup).next
+        assert turn is not None
+        return turn
+
+    def _keep(self, turn: Turn, record: dict[str, Any], judge_last: bool = True) -> Walk:
         self._writer.append(turn.key, record)
         self._fresh[turn.key] = record
-        walk = self._shard.walk(turn.row, lambda key: self._fresh.get(key) or self._journal.get(key))
+        walk = self._shard.walk(turn.row, self._lookup, judge_last)
         if walk.next is None:
             for facts in walk.facts:
                 self._fresh.pop(facts["key"], None)
@@ -242,7 +259,7 @@ class _Asking:
         self._shards: int = config["shards"]
         self._capacity_seen = False
 
-    def run(self, pending: list[Turn]) -> None:
+    def run(self, pending: list[Row]) -> None:
         _raise_file_limit()
         end_with_owner(self._fleet.owner)
         events = self._fleet.clients / f"{self._name}-{os.getpid()}.jsonl"
@@ -254,7 +271,7 @@ class _Asking:
             self._note("started", {"turns": self._turns, "reused": self._settled})
             threading.Thread(target=self._announce, name="progress", daemon=True).start()
             try:
-                client.run(Task(turn, turn.work) for turn in pending)
+                client.run(Task(row, row.work) for row in pending)
             except OSError as fault:
                 raise UserError(
                     f"The journal {self._writer.path} cannot be written ({fault.strerror}); make room on the disk "
@@ -265,18 +282,22 @@ class _Asking:
                 self._writer.close()
                 self._note("finished", self._standing(client.figures))
 
-    def _answer(self, turn: Turn, server: Server, attempt: int) -> Task[Turn] | None:
-        return self._settle(turn, self._asker.answer(turn, server, attempt))
+    # A waiting conversation is its row, a tenth of the size of its turn.
 
-    def _give_up(self, turn: Turn, outcome: str, detail: str) -> Task[Turn] | None:
+    def _answer(self, asked: Row | Turn, server: Server, attempt: int) -> Task[Row | Turn] | None:
+        turn = self._asker.next(asked) if isinstance(asked, Row) else asked
+        return self._settle(turn, self._asker.answer(turn, server, attempt, self._verdicts.wants(turn.row)))
+
+    def _give_up(self, asked: Row | Turn, outcome: str, detail: str) -> Task[Row | Turn] | None:
+        turn = self._asker.next(asked) if isinstance(asked, Row) else asked
         return self._settle(turn, self._asker.give_up(turn, outcome, detail))
 
-    def _settle(self, turn: Turn, walk: Walk) -> Task[Turn] | None:
+    def _settle(self, turn: Turn, walk: Walk) -> Task[Row | Turn] | None:
         new = len(walk.facts) - turn.index
         with self._lock:
             self._settled += new
             self._output_tokens += sum(len(facts["output_ids"]) for facts in walk.facts[turn.index :])
-            self._verdicts.count(walk, new)
+            self._verdicts.count(turn.row, walk, new)
         return None if walk.next is None else Task(walk.next, walk.next.work)
 
     # --- what it tells

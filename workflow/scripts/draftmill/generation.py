@@ -78,6 +78,14 @@ class Row:
     turn_count: int
     sample: int
 
+    def __str__(self) -> str:
+        return turn_id(self.primary_id, self.sample, 0)
+
+    @property
+    def work(self) -> tuple[float, ...]:
+        """More is longer: turns to come, then the length of the first prompt."""
+        return (self.turn_count, len(self.prompt_ids))
+
     @property
     def ids(self) -> list[str]:
         return [turn_id(self.primary_id, self.sample, turn) for turn in range(self.turn_count)]
@@ -159,8 +167,12 @@ class Shard:
                 total += 1
         return new, total
 
-    def walk(self, row: Row, lookup: Lookup) -> Walk:
-        """The conversation's settled turns, and the next one to ask if any is missing."""
+    def walk(self, row: Row, lookup: Lookup, judge_last: bool = True) -> Walk:
+        """The conversation's settled turns, and the next one to ask if any is missing.
+
+        Whether its last answer is rejected decides nothing here, so that verdict (a decoding of the answer
+        and a search for loops) may be left to the merge.
+        """
         walk = Walk()
         messages: list[dict[str, Any]] = []
         for index, given in enumerate(json.loads(row.turns)):
@@ -180,6 +192,8 @@ class Shard:
             walk.facts.append(_facts(turn, record))
             if record["outcome"] != "answered":
                 walk.rejected = record["outcome"]
+                continue
+            if index == row.turn_count - 1 and not judge_last:
                 continue
             answer = self.read(turn, record)
             walk.rejected = rejection(findings(answer, self._policy))
@@ -274,7 +288,7 @@ class Shard:
         left: dict[int, int] = {}
         for turn, at, count in places:
             if at not in walked:
-                walk = self.walk(rows[at], journal.get)
+                walk = self.walk(rows[at], journal.get, judge_last=False)
                 if walk.next is not None and not partial:
                     raise RuntimeError(f"turn {walk.next} is not in the journal")
                 walked[at] = {facts["id"]: facts for facts in walk.facts}

@@ -16,7 +16,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -344,30 +343,28 @@ class _Load:
         engine = engines.load(self._server.engine)
         samples: list[Sample] = []
         began = time.monotonic()
-        with ThreadPoolExecutor(self._at_once) as pool:
-            threads = [pool.submit(self._ask_on) for _ in range(self._at_once)]
-            steady_from: float | None = None
-            outcome = None
-            while outcome is None and not all(thread.done() for thread in threads):
-                time.sleep(1)
-                try:
-                    page = engine.metrics(self._server.address, key)
-                except requests.RequestException:
-                    continue
-                sample = replace(
-                    parse_prometheus(page, time.time()), capacity=capacity_, wanted=self._at_once
-                )
-                samples.append(sample)
-                if steady_from is None and self._settled(samples, capacity_, time.monotonic() - began):
-                    steady_from = sample.t
-                if steady_from is not None:
-                    outcome = tuning.enough(_rates(samples, steady_from), best)
-            self._stop.set()
-            deadline = time.monotonic() + DRAIN_S
-            while not all(thread.done() for thread in threads) and time.monotonic() < deadline:
-                time.sleep(0.2)
-            pool.shutdown(wait=False, cancel_futures=True)
-            return self._result(measurement, outcome, samples, steady_from, capacity_)
+        threads = [threading.Thread(target=self._ask_on, daemon=True) for _ in range(self._at_once)]
+        for thread in threads:
+            thread.start()
+        steady_from: float | None = None
+        outcome = None
+        while outcome is None and any(thread.is_alive() for thread in threads):
+            time.sleep(1)
+            try:
+                page = engine.metrics(self._server.address, key)
+            except requests.RequestException:
+                continue
+            sample = replace(parse_prometheus(page, time.time()), capacity=capacity_, wanted=self._at_once)
+            samples.append(sample)
+            if steady_from is None and self._settled(samples, capacity_, time.monotonic() - began):
+                steady_from = sample.t
+            if steady_from is not None:
+                outcome = tuning.enough(_rates(samples, steady_from), best)
+        self._stop.set()
+        deadline = time.monotonic() + DRAIN_S
+        while any(thread.is_alive() for thread in threads) and time.monotonic() < deadline:
+            time.sleep(0.2)
+        return self._result(measurement, outcome, samples, steady_from, capacity_)
 
     def _settled(self, samples: list[Sample], capacity_: int, elapsed_s: float) -> bool:
         """Whether as many turns run as will: at the cap, or no more than some seconds ago."""

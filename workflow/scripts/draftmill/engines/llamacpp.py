@@ -38,14 +38,20 @@ class LlamaCpp:
     name = "llamacpp"
 
     def numerics_flags(self, model: dict[str, Any]) -> tuple[str, ...]:
-        neutral = {"dtype": "auto", "kv_cache_dtype": "auto", "quantization": None, "state_dtype": None}
+        neutral = {
+            "dtype": "auto",
+            "kv_cache_dtype": "auto",
+            "quantization": None,
+            "state_dtype": None,
+            "load_format": "auto",
+        }
         for field, value in neutral.items():
             if model[field] not in (value, None):
                 raise UserError(
                     f"model.{field} is {model[field]!r}, which a GGUF file decides itself under the llamacpp engine; "
                     f"leave it at {value!r}."
                 )
-        for field in ("adapters", "overrides"):
+        for field in ("adapters", "overrides", "flags"):
             if model[field]:
                 raise UserError(
                     f"model.{field} is not supported by the llamacpp engine; use the sglang engine."

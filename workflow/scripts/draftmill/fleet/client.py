@@ -19,23 +19,21 @@ import random
 import selectors
 import socket
 import sys
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 from draftmill.engines import Refused, Transient, Unreached
 from draftmill.errors import UserError
 from draftmill.fleet.places import Fleet
+from draftmill.threads import Threads
 
 log = logging.getLogger("client")
 
 T = TypeVar("T")
 
-MOST_THREADS = 8192
 WANT_AT_MOST = 4096  # more is never granted at once, and a steady figure saves messages
 TRIES = 12  # of one turn with a server that lives; a server's death does not count
 SUSPECT_AFTER, POISON_AFTER = 2, 2  # crashes in company, then alone
@@ -164,10 +162,9 @@ class Client(Generic[T]):
         OSError from ``answer`` (a full disk) ends it too.
         """
         sys.setswitchinterval(SWITCH_INTERVAL_S)
-        threading.stack_size(512 * 1024)
         for task in tasks:
             self._put(task)
-        pool = ThreadPoolExecutor(MOST_THREADS, thread_name_prefix="turn")
+        threads = Threads("turn")
         try:
             while self._in_flight or self._waiting:
                 self._look_for_supervisors()
@@ -180,12 +177,12 @@ class Client(Generic[T]):
                 time.sleep(LEAST_ROUND_S)
                 self._collect()
                 self._release_delayed()
-                self._dispatch(pool)
+                self._dispatch(threads)
                 self._say()
                 self._check_hope()
                 self.tick(self.figures)
         finally:
-            pool.shutdown(wait=False, cancel_futures=True)
+            threads.close()
             for name in list(self._links):
                 self._drop(name)
         if self._given_up:
@@ -369,7 +366,7 @@ class Client(Generic[T]):
 
     # --- the turns
 
-    def _dispatch(self, pool: ThreadPoolExecutor) -> None:
+    def _dispatch(self, threads: Threads) -> None:
         for name, link in self._links.items():
             while link.permits and link.ready and link.doubtful_until <= time.monotonic():
                 task = self._suspects.popleft() if link.alone and self._suspects else None
@@ -390,7 +387,7 @@ class Client(Generic[T]):
                 )
                 task.attempts += 1
                 task.alone = link.alone
-                pool.submit(self._one, name, public["epoch"], number, task, server)
+                threads.run(self._one, name, public["epoch"], number, task, server)
             if link.permits:
                 link.returned += link.permits
                 link.permits = 0
