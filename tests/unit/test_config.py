@@ -70,7 +70,7 @@ def test_shipped_values_are_defaults_but_for_the_demo() -> None:
         for path, tree in config.paths()
         if "properties" not in tree and look_up(given, path) != look_up(default, path)
     }
-    assert different == {"prompts.files", "prompts.limit"}
+    assert different == {"prompts.files", "prompts.limit", "sampling.temperature", "sampling.top_p"}
 
 
 def test_defaults_satisfy_the_schema() -> None:
@@ -393,7 +393,7 @@ def test_flags_are_taken_apart_as_a_shell_would() -> None:
 
 
 def test_sampling_is_the_users_else_the_models_else_neutral() -> None:
-    cfg = resolved(sampling={"temperature": 0.2})
+    cfg = resolved(sampling={"temperature": 0.2, "top_p": None})
     sent = config.sampling(
         cfg, {"temperature": 0.7, "top_k": 20, "top_p": 0.8, "do_sample": True, "eos_token_id": 1}
     )

@@ -56,7 +56,7 @@ NOT_RUN = {
     "make lock": "it asks a package registry for what is newest",
     "source .venv/bin/activate": "tests run in an environment that is active already",
     "python -m draftmill status --watch": "it ends with Ctrl-C only; the same tables are tested without it",
-    "snakemake tune": "minutes of servers; tried by hand against stand-in servers",
+    "snakemake tune": "minutes of servers; its judgement is tested apart",
     "snakemake --sdm conda": "conda is not at hand; a test compares its env files with the locks",
     "python3 -m venv .venv-gpu": "needs a GPU to be of use, and several GB",
     ".venv-gpu/bin/python -m pip install --no-deps -r requirements-sglang.lock": "the same",

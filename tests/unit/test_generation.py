@@ -160,7 +160,8 @@ def test_the_thinking_switch_holds_for_every_turn(tmp_path: Path, thinking: bool
     asked = bench.answer(lambda _: "yes")
     switched_off = [bench.tokenizer.decode(turn.prompt_ids).endswith("<think></think>") for turn in asked]
     assert switched_off == [thinking is False] * 2
-    assert [row["thinking"] for row in bench.table()] == [bool(thinking)] * 2
+    # this template thinks unless it is told not to
+    assert [row["thinking"] for row in bench.table()] == [thinking is not False] * 2
 
 
 # --- what ends a conversation
@@ -208,7 +209,7 @@ def test_a_prompt_that_outgrows_the_context_is_refused_unasked_with_the_figures(
 def test_or_its_answer_is_shortened_where_the_policy_says_so(tmp_path: Path) -> None:
     policy = {"context_policy": "shorten", "min_max_tokens": 16}
     bench = Bench(tmp_path, [talk("t", "one", "two", "three")], context=200, prompts=policy)
-    _, second = bench.answer(lambda turn: "x" * (90 if turn.index == 0 else 10))
+    _, second = bench.answer(lambda turn: "x" * (90 if turn.index == 0 else 40))
     room = bench.shard.model.room(len(second.prompt_ids))
     assert 16 <= room < 64 and second.sampling["max_tokens"] == room
     table = bench.table()
@@ -255,7 +256,7 @@ def test_a_second_cut_is_a_rejection_and_no_third_try(tmp_path: Path) -> None:
 
 
 def test_the_context_bounds_the_longer_try(tmp_path: Path) -> None:
-    bench = Bench(tmp_path, [talk("t", "x" * 40)], context=200, validation=RETRY)
+    bench = Bench(tmp_path, [talk("t", "x" * 40)], context=180, validation=RETRY)
     first, second = bench.answer(lambda _: bench.cut("cut"))
     assert second.sampling["max_tokens"] == bench.shard.model.room(len(first.prompt_ids)) < 128
 

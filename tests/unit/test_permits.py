@@ -151,18 +151,15 @@ class Crossing(stateful.RuleBasedStateMachine):
 
     def sent(self, grants: Iterable[tuple[object, int]]) -> None:
         """Checks a round of grants and puts it on its way."""
-        grants = list(grants)
         clients = self.server.clients
-        names = [int(str(name)) for name, _ in grants]
-        assert names == sorted(names), "older ones first"
-        for name in names[-1:]:
-            for older in range(name):
-                if older in clients and not clients[name].alone:
-                    assert clients[older].open_want == 0, "an older client still wants"
-        for name, number in grants:
+        given = [(int(str(name)), number) for name, number in grants]
+        assert given == sorted(given), "older ones first"
+        for name, number in given:
             assert number > 0
-            alone = clients[name].alone  # type: ignore[index]  # names are what we put in
-            self.senders[int(str(name))].inbox.append((number, alone))
+            if not clients[name].alone:
+                older = [clients[other] for other in range(name) if other in clients]
+                assert all(client.open_want == 0 for client in older), "an older client still wants"
+            self.senders[name].inbox.append((number, clients[name].alone))
 
     @stateful.initialize(limit=st.integers(1, 6), clients=st.integers(1, 4))
     def begin(self, limit: int, clients: int) -> None:
