@@ -26,7 +26,7 @@ from urllib3.exceptions import NewConnectionError
 
 from draftmill import config as settings
 from draftmill import engines, science, status, tuning
-from draftmill.engines import Transient, Unreached
+from draftmill.engines import Broken, Unreached
 from draftmill.errors import UserError
 from draftmill.fleet import processes
 from draftmill.fleet.client import Client, Figures, Server, Task
@@ -168,10 +168,10 @@ class Asker:
         except (requests.ConnectTimeout, requests.ConnectionError) as fault:
             reason = getattr(fault.args[0] if fault.args else None, "reason", None)
             unreached = isinstance(fault, requests.ConnectTimeout) or isinstance(reason, NewConnectionError)
-            kind = Unreached if unreached else Transient
+            kind = Unreached if unreached else Broken
             raise kind(f"{server.name} did not answer: {type(fault).__name__}") from fault
         except requests.RequestException as fault:
-            raise Transient(f"{server.name} did not answer: {type(fault).__name__}") from fault
+            raise Broken(f"{server.name} did not answer: {type(fault).__name__}") from fault
         completion = engine.completion(reply.status_code, reply.content)
         record = {
             "outcome": "answered",

@@ -470,6 +470,12 @@ def _length_faults(config: Config, model: "Model | None") -> Iterator[str]:
             f"sampling.max_tokens is {longest}, but the context holds {context} tokens for prompt and answer together; set "
             f"it below {context}."
         )
+    checks = config["validation"]
+    if checks["too_few_supervised"] == "reject" and longest < checks["min_supervised_tokens"]:
+        yield (
+            f"sampling.max_tokens is {longest}, below validation.min_supervised_tokens ({checks['min_supervised_tokens']}), "
+            "so every answer would be rejected; raise the first or lower the second."
+        )
     if config["sampling"]["min_new_tokens"] > longest:
         yield (
             f"sampling.min_new_tokens is {config['sampling']['min_new_tokens']}, above sampling.max_tokens ({longest}); "

@@ -93,6 +93,8 @@ def merge(
         for path, temporary in aside.items():
             temporary.replace(path)
         log.info("%s", accounts)
+        if not accounts.accepted:
+            log.warning("no answer was accepted; why stands in %s under reasons", summary)
     finally:
         for temporary in aside.values():
             temporary.unlink(missing_ok=True)

@@ -17,6 +17,7 @@ import orjson
 import polars as pl
 
 from draftmill import verdicts
+from draftmill.errors import UserError
 from draftmill.phases import PAUSE_S, Part, Phases, find_parts, find_phases, tokens_until, with_part
 from draftmill.records import (
     GAUGES,
@@ -614,6 +615,10 @@ def rounded(value: object) -> object:
 
 def summary_lines(results: Path) -> list[str]:
     """The three closing lines of a run: where dataset, throughput and report are, and how fast it was."""
+    if not (results / "throughput.json").exists():
+        raise UserError(
+            f"{results} holds no finished run; run snakemake first, or name its folder with --results."
+        )
     rates = read_state(results / "throughput.json")
     rows = read_state(results / "validation.json")
     steady = rates.get("steady_state")
@@ -626,10 +631,11 @@ def summary_lines(results: Path) -> list[str]:
     tokens = f"{int(number(rates, 'output_tokens')):,} output tokens"
     each = f"{number(rates, 'output_tokens_per_s_per_gpu'):,.0f} per {device}"
     dataset = results / "drafter" / "train.parquet"
+    report = results.parent / "report.html"
     return [
         f"dataset     {dataset} and train.jsonl: {accepted:,} rows accepted, {rejected:,} rejected",
         f"throughput  {results / 'throughput.json'}: {tokens}, {speed}, {each}",
-        "report      report.html",
+        f"report      {report if report.exists() else 'not written yet; run snakemake --report report.html'}",
     ]
 
 

@@ -67,7 +67,11 @@ class Transient(Exception):
     """Nothing wrong with the request: the server is busy, broken or gone. Ask again."""
 
 
-class Unreached(Transient):
+class Broken(Transient):
+    """The connection broke before there was an answer: perhaps the server went down."""
+
+
+class Unreached(Broken):
     """The request never got to the server: it says nothing about the request."""
 
 

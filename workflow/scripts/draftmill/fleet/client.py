@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
-from draftmill.engines import Refused, Transient, Unreached
+from draftmill.engines import Broken, Refused, Transient, Unreached
 from draftmill.errors import UserError
 from draftmill.fleet.places import Fleet
 from draftmill.threads import Threads
@@ -442,15 +442,16 @@ class Client(Generic[T]):
             self._put(task)
             return
         assert link is not None
-        link.doubtful_until = time.monotonic() + DOUBT_S
+        now = time.monotonic()
+        if isinstance(done.fault, Broken):
+            link.doubtful_until = now + DOUBT_S
         if isinstance(done.fault, Unreached):
             self._requeued += 1
             self._put(task)
             return
-        link.failed_lately = [
-            (at, t) for at, t in link.failed_lately[-500:] if time.monotonic() - at < DOUBT_S
-        ]
-        link.failed_lately.append((time.monotonic(), task))
+        if isinstance(done.fault, Broken):
+            link.failed_lately = [(at, t) for at, t in link.failed_lately if now - at < DOUBT_S]
+            link.failed_lately.append((now, task))
         link.failures += 1
         task.tries += 1
         self._retried += 1

@@ -45,6 +45,7 @@ KEEPER = Path(__file__).with_name("keeper.py")
 GRACE_S = 3.0  # from SIGTERM to SIGKILL; with the rest it stays well inside the 10 s after a run's end
 BACK_OFF_S = (1, 2, 4, 8, 16, 30, 60)
 TAIL_LINES = 15
+ATTACH_S = 30  # a server that somebody else runs is there or not
 # Snakemake sets these to the lease's threads, which are none; a server is told its own by operation.server.env.
 THREAD_VARIABLES = frozenset(
     f"{library}_NUM_THREADS" for library in ("OMP", "GOTO", "OPENBLAS", "MKL", "NUMEXPR")
@@ -302,7 +303,8 @@ class Supervisor:
 
     async def _until_ready(self, keeper: subprocess.Popen[bytes] | None) -> None:
         assert self.address is not None
-        deadline = time.monotonic() + self.settings["start_timeout_s"]
+        patience = self.settings["start_timeout_s"] if keeper is not None else ATTACH_S
+        deadline = time.monotonic() + patience
         while True:
             if keeper is not None and keeper.poll() is not None:
                 raise _Down(self._start_failure(f"ended with exit code {keeper.returncode} while starting"))
@@ -321,8 +323,9 @@ class Supervisor:
             if time.monotonic() > deadline:
                 raise _Down(
                     self._start_failure(
-                        f"was not ready after {self.settings['start_timeout_s']} s "
-                        "(operation.server.start_timeout_s)"
+                        f"was not ready after {patience} s (operation.server.start_timeout_s)"
+                        if keeper is not None
+                        else f"at {self.address} does not answer, or not to this key (DRAFTMILL_ATTACH_KEY)"
                     )
                 )
             await asyncio.sleep(0.3)
