@@ -25,9 +25,9 @@ include: "workflow/rules/dataset.smk"
 include: "workflow/rules/report.smk"
 
 
+# The dataset, the throughput, and everything the report shows.
 rule all:
     default_target: True
-    """The dataset, the throughput, and everything the report shows."""
     input:
         rules.drafter_dataset.output,
         rules.throughput.output,

@@ -38,6 +38,11 @@ def test_what_comes_back_goes_to_the_oldest_again() -> None:
     assert server.grants() == [("old", 2)]
 
 
+def test_the_start_of_the_lease_decides_and_not_its_name() -> None:
+    server = Permits(1, {1: Client((6.0, "a"), want=1), 2: Client((5.0, "b"), want=1)})
+    assert server.grants() == [(2, 1)]
+
+
 def test_leases_of_one_moment_go_by_name() -> None:
     server = Permits(1, {1: Client((5.0, "b"), want=1), 2: Client((5.0, "a"), want=1)})
     assert server.grants() == [(2, 1)]
