@@ -16,6 +16,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -128,6 +129,11 @@ class Run:
     def results(self) -> Path:
         return self.folder / "results"
 
+    @property
+    def runtime(self) -> Path:
+        """Where sockets lie: a socket's path must be short."""
+        return Path(tempfile.gettempdir()) / f"dm-{self.mark}"
+
     def configure(self, changes: Mapping[str, Any]) -> None:
         """Writes config.yaml: SETTINGS, this run's model, and `changes` laid over them."""
         self.settings = dict(changes)
@@ -153,7 +159,7 @@ class Run:
             **mine,
             "PATH": f"{Path(sys.executable).parent}:{mine['PATH']}",
             "DRAFTMILL_SGLANG_COMMAND": f"{sys.executable} {STANDIN}",
-            "DRAFTMILL_RUNTIME_DIR": str(self.folder.parent / "rt"),
+            "DRAFTMILL_RUNTIME_DIR": str(self.runtime),
             "STANDIN": str(self.folder / "standin.json"),
             "PYTHONPATH": f"{ROOT / 'tests' / 'faults' / 'clock'}:{ROOT / 'workflow' / 'scripts'}",
             MARK: self.mark,
@@ -310,6 +316,7 @@ class Run:
             for process in left:
                 process.send(signal.SIGKILL)
             time.sleep(0.05)
+        shutil.rmtree(self.runtime, ignore_errors=True)
 
     def remove(self) -> None:
         """Ends everything and deletes the folder."""

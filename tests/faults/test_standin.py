@@ -106,7 +106,7 @@ def test_it_speaks_as_sglang_does(start: Start) -> None:
     assert requests.get(f"{server.url}/server_info", timeout=3).status_code == 401
     assert server.metric("generation_tokens_total") == len(answer["output_ids"])
     assert server.metric("realtime_tokens_total") == pytest.approx(3 + len(answer["output_ids"]), abs=1)
-    assert {entry["event"] for entry in server.log()} == {"start", "finish"}
+    assert {entry["event"] for entry in server.log()} == {"ready", "start", "finish"}
 
 
 def test_answers_depend_on_the_request_alone(start: Start) -> None:

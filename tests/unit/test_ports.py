@@ -188,7 +188,7 @@ def test_fleets_of_dead_owners_are_forgotten_and_living_ones_are_not(tmp_path: P
     me = Process.me()
     living = Fleet(tmp_path, me).runtime
     dead = Fleet(tmp_path, Process(me.pid, me.started - 1)).runtime
-    broken = user_folder() / "fleets" / "broken"
+    broken = user_folder() / "fleet-broken"
     broken.mkdir()
     (broken / "owner").write_text("no process")
     forget_dead_fleets()

@@ -11,6 +11,7 @@ import logging
 import os
 import resource
 import select
+import subprocess
 import sys
 import threading
 import time
@@ -38,6 +39,7 @@ from draftmill.validation import too_many_rejected
 
 log = logging.getLogger("generate")
 
+LEASE = Path(__file__).resolve().parents[1] / "lease.py"
 CONNECT_S = 10.0
 EXAMPLES = 3
 SHARD_CAPACITIES = 5  # turns of a shard over a server's capacity that keep a fleet busy (simulated)
@@ -244,6 +246,8 @@ class _Asking:
         if lease["error"]:
             raise UserError(lease["error"])
         self._name = name
+        self._service_file = service_file
+        self._lease: subprocess.Popen[bytes] | None = None
         self._fleet = Fleet(results, processes.owner())
         self._order = float(lease["started_at"])
         self._writer = Writer(results / "journal")
@@ -266,7 +270,14 @@ class _Asking:
         events.parent.mkdir(parents=True, exist_ok=True)
         with events.open("a", encoding="utf-8") as self._events:
             client = Client(
-                self._fleet, self._name, self._order, self._answer, self._give_up, self._note, self._tick
+                self._fleet,
+                self._name,
+                self._order,
+                self._answer,
+                self._give_up,
+                self._note,
+                self._tick,
+                self._renew_lease,
             )
             self._note("started", {"turns": self._turns, "reused": self._settled})
             threading.Thread(target=self._announce, name="progress", daemon=True).start()
@@ -280,7 +291,15 @@ class _Asking:
             finally:
                 self._over.set()
                 self._writer.close()
+                if self._lease is not None:
+                    self._lease.terminate()
+                    self._lease.wait()
                 self._note("finished", self._standing(client.figures))
+
+    def _renew_lease(self) -> None:
+        """Takes the place of a lease that was killed, of which Snakemake learns nothing."""
+        log.warning("this shard's lease is gone; taking another")
+        self._lease = subprocess.Popen([sys.executable, str(LEASE), str(self._service_file)])
 
     # A waiting conversation is its row, a tenth of the size of its turn.
 

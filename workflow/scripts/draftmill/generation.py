@@ -133,8 +133,6 @@ class Shard:
         self._sampling = settings.sampling(config, self.model.generation_config)
         self._sampling["adapter"] = bool(config["model"]["adapters"])
         self._numerics = numerics(config["model"])
-        switch = config["prompts"]["thinking"]
-        self._says_thinking = switch is not None and self.model.template_has_thinking
 
     def rows(self, shard: Path) -> list[Row]:
         """The conversations of a shard file, once for each sample."""
@@ -229,7 +227,9 @@ class Shard:
         """The turn to ask for ``messages``, and why it cannot be asked, if so."""
         if index == 0:
             return self._with_key(row, 0, row.prompt_ids.as_py(), messages, row.max_tokens), None
-        thinking = row.thinking if self._says_thinking else None
+        thinking = (
+            row.thinking if self.model.template_has_thinking else None
+        )  # as the first turn was rendered
         tools = json.loads(row.tools) if row.tools else None
         try:
             prompt_ids = self._tokenizer.encode(self._template.render(messages, tools, thinking))

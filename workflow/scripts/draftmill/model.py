@@ -2,7 +2,7 @@
 
 Freezing happens once, before any GPU is leased: tokenizer, chat template and the facts that every
 later step needs are copied, so that nothing reads the weights' folder again. The identity names the
-model in every key: config, names and sizes of the weight files, revision. Weights are never hashed.
+model in every key: config, revision, and of the weight files names, sizes and a few blocks. Weights are never hashed whole.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from draftmill.errors import UserError
 from draftmill.tokens import Tokenizer
 
 EMBEDDED = "embedded"
+BLOCKS, BLOCK_BYTES = 16, 4096  # of a weight file, for its fingerprint
 SPARE_TOKENS = 8  # SGLang refuses the last six of the context, and would silently shorten an answer by two
 CONTROL, USER_DEFINED = 3, 4  # GGUF token types, after llama.cpp's enum llama_token_type
 
@@ -123,8 +124,20 @@ def _digest(data: bytes) -> str:
 
 
 def _identity(config: Any, weights: list[Path], revision: str | None) -> str:
-    listing = sorted((path.name, path.stat().st_size) for path in weights)
+    """Names the model: its config and revision, and each weight file by name, size and a few of its blocks."""
+    listing = sorted((path.name, *_fingerprint(path)) for path in weights)
     return _digest(json.dumps([config, listing, revision], sort_keys=True).encode())
+
+
+def _fingerprint(path: Path) -> tuple[int, str]:
+    """(size, digest of BLOCKS blocks spread over the file): tells checkpoints of one shape apart in no time."""
+    size = path.stat().st_size
+    digest = hashlib.blake2b(digest_size=16)
+    with path.open("rb") as file:
+        for at in range(BLOCKS):
+            file.seek(size * at // BLOCKS)
+            digest.update(file.read(BLOCK_BYTES))
+    return size, digest.hexdigest()
 
 
 # --- Hugging Face folders

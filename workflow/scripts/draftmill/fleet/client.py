@@ -43,6 +43,7 @@ LEAST_ROUND_S = (
 )
 BREAKER_AFTER = 6  # failures in a row of one server
 NO_SERVER_S = 120.0
+REVIVE_S = 5.0  # without any supervisor: the lease that would have started one again is gone too
 HOPELESS_S = 3.0  # all slots given up for so long: time enough for a lease to move to another slot
 SWITCH_INTERVAL_S = 0.05  # with 1,024 threads: 4 times the turns a second of Python's default (measured)
 
@@ -124,7 +125,7 @@ class Client(Generic[T]):
     ``answer(what, server)`` asks the server, keeps the answer, and gives the next task of the same
     conversation or None; it runs in many threads and raises Refused or Transient. ``give_up(what,
     outcome, detail)`` keeps that a turn will never be answered (``refused`` or ``poison``), and gives the
-    next task too.
+    next task too. ``revive()`` is called when no supervisor has been there for REVIVE_S.
     """
 
     def __init__(
@@ -136,9 +137,10 @@ class Client(Generic[T]):
         give_up: Callable[[T, str, str], Task[T] | None],
         note: Callable[[str, dict[str, Any]], None],
         tick: Callable[[Figures], None],
+        revive: Callable[[], None],
     ) -> None:
         self.fleet, self.name, self.order = fleet, name, order
-        self.answer, self.give_up, self.note, self.tick = answer, give_up, note, tick
+        self.answer, self.give_up, self.note, self.tick, self.revive = answer, give_up, note, tick, revive
         self._links: dict[str, _Link] = {}
         self._selector = selectors.DefaultSelector()
         self._numbers = itertools.count()
@@ -153,6 +155,7 @@ class Client(Generic[T]):
         self._given_up: list[Task[T]] = []
         self._last_look = 0.0
         self._last_link = self._last_hope = time.monotonic()
+        self._revived = False
         self._settled: dict[str, int] = {}
 
     def run(self, tasks: Iterable[Task[T]]) -> None:
@@ -351,13 +354,16 @@ class Client(Generic[T]):
 
     def _check_hope(self) -> None:
         if self._links:
-            self._last_link = time.monotonic()
+            self._last_link, self._revived = time.monotonic(), False
             if any(link.public.get("state") != "given_up" for link in self._links.values()):
                 self._last_hope = time.monotonic()
             elif time.monotonic() - self._last_hope > HOPELESS_S:
                 raise UserError(
                     "No server is left.\n" + "\n".join(str(x.public["error"]) for x in self._links.values())
                 )
+        elif not self._revived and time.monotonic() - self._last_link > REVIVE_S:
+            self._revived = True
+            self.revive()
         elif time.monotonic() - self._last_link > NO_SERVER_S:
             raise UserError(
                 f"No server's supervisor could be reached for {NO_SERVER_S:.0f} s; "

@@ -51,6 +51,7 @@ class Lease:
         for slot in self._slots:
             lock = Lock(self.fleet.runtime / f"{slot.name}.lease")
             if lock.take():
+                self.fleet.socket(slot.name)  # said now, if its name is too long
                 self._locks.append(lock)
                 self.slot = slot
                 return

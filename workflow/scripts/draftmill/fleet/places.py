@@ -33,6 +33,7 @@ def user_folder() -> Path:
     return folder
 
 
+LONGEST_SOCKET = 107  # bytes of a path, by the kernel
 SLOT_VARIABLE = "DRAFTMILL_SLOT"  # in the environment of every process of an engine: Fleet.mark of its slot
 
 
@@ -47,7 +48,7 @@ class Fleet:
     def runtime(self) -> Path:
         """Sockets, locks and the API key; short, because a socket's path holds 107 bytes at most."""
         digest = hashlib.blake2b(f"{self.results.resolve()} {self.owner}".encode(), digest_size=6).hexdigest()
-        folder = user_folder() / "fleets" / digest
+        folder = user_folder() / f"fleet-{digest}"
         if not folder.exists():
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             write_aside(folder / "owner", str(self.owner))
@@ -63,7 +64,12 @@ class Fleet:
         return self.host / "clients"
 
     def socket(self, slot: str) -> Path:
-        return self.runtime / f"{slot}.sock"
+        path = self.runtime / f"{slot}.sock"
+        if len(os.fsencode(path)) > LONGEST_SOCKET:
+            raise UserError(
+                f"{path} is too long for a socket's name; set DRAFTMILL_RUNTIME_DIR to a shorter folder, such as /tmp/dm."
+            )
+        return path
 
     def state(self, slot: str) -> Path:
         return self.host / f"{slot}.json"
@@ -99,7 +105,7 @@ class Fleet:
 
 def forget_dead_fleets() -> None:
     """Removes the sockets, locks and keys of fleets whose Snakemake has ended."""
-    for note in (user_folder() / "fleets").glob("*/owner"):
+    for note in user_folder().glob("fleet-*/owner"):
         with contextlib.suppress(OSError, ValueError):
             if not Process.parse(note.read_text()).alive:
                 shutil.rmtree(note.parent, ignore_errors=True)
