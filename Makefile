@@ -48,7 +48,7 @@ resume: $(VENV)/run.stamp ## go on after any end of a run
 	@python -m draftmill resume
 
 test: $(VENV)/dev.stamp ## all tests that need no SGLang, no Slurm and no GPU
-	@pytest -n 2 --dist loadfile --ignore=tests/sglang --ignore=tests/slurm $(ARGS)
+	@pytest -n 2 --dist worksteal --ignore=tests/sglang --ignore=tests/slurm $(ARGS)
 
 test-sglang: $(VENV)/dev.stamp ## the engine tests and the whole workflow through the real SGLang, on the CPU
 	@bash tests/sglang/setup.sh
