@@ -14,36 +14,8 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-GENERATED = pa.schema(
-    [
-        ("id", pa.string()),
-        ("primary_id", pa.string()),
-        ("turn_index", pa.int32()),
-        ("sample", pa.int32()),
-        ("source", pa.string()),
-        ("content_hash", pa.string()),
-        ("key", pa.string()),
-        ("outcome", pa.string()),
-        ("thinking", pa.bool_()),
-        ("messages", pa.string()),
-        ("tools", pa.string()),
-        ("prompt_ids", pa.list_(pa.int32())),
-        ("output_ids", pa.list_(pa.int32())),
-        ("finish_reason", pa.string()),
-        ("detail", pa.string()),
-        ("seed", pa.int64()),
-        ("sampling", pa.string()),
-        ("max_tokens", pa.int32()),
-        ("started_at", pa.float64()),
-        ("queue_s", pa.float64()),
-        ("latency_s", pa.float64()),
-        ("server", pa.string()),
-        ("engine", pa.string()),
-        ("cached_tokens", pa.int32()),
-        ("attempts", pa.int32()),
-        ("carried", pa.string()),
-    ]
-)
+from draftmill.rows import GENERATED
+
 START = 1_790_000_000.0
 
 

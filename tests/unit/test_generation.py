@@ -16,8 +16,9 @@ from tests.frozen_model import PLAIN, THINKING, freeze
 
 from draftmill import config as settings
 from draftmill.chat import ChatTemplate
-from draftmill.generation import GENERATED, Shard, Turn, Walk
+from draftmill.generation import Shard, Turn, Walk
 from draftmill.journal import Journal, Writer
+from draftmill.rows import GENERATED
 from draftmill.sharding import shard_prompts
 from draftmill.tokens import Tokenizer
 

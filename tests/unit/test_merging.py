@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.generated_rows import PROSE, Run
 
-from draftmill import generation, merging
+from draftmill import merging
 from draftmill.errors import UserError
 from draftmill.judging import JUDGED, Judge
 from draftmill.merging import Batch, merge, settle
@@ -297,10 +297,6 @@ def test_an_empty_shard_and_an_empty_run(tmp_path: Path) -> None:
     run = Run(tmp_path)
     out = Merged(run, 2)
     assert (out.rows, out.rejected, out.report["turns"]) == ([], [], 0)
-
-
-def test_generation_writes_what_the_merge_reads() -> None:
-    assert generation.GENERATED == GENERATED
 
 
 # --- settling, as a law

@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -155,10 +156,14 @@ def test_fleets_of_other_folders_and_owners_never_meet(tmp_path: Path) -> None:
     assert len({mine.mark("cpu0"), mine.mark("cpu1"), *(fleet.mark("cpu0") for fleet in others)}) == 4
 
 
-def test_a_sockets_path_fits_however_deep_the_run_lies(tmp_path: Path) -> None:
+def test_a_sockets_path_fits_however_deep_the_run_lies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     deep = Fleet(tmp_path.joinpath(*["a" * 50] * 10) / "results", Process.me())
     name = "-".join(["gpu12345678"] * 4)
-    below_user_folder = deep.socket(name).relative_to(user_folder())
+    with tempfile.TemporaryDirectory(prefix="dm-") as short:
+        monkeypatch.setenv("DRAFTMILL_RUNTIME_DIR", short)
+        below_user_folder = deep.socket(name).relative_to(user_folder())
     assert len(f"/tmp/draftmill-{2**32 - 2}/{below_user_folder}") <= 107
 
 

@@ -20,7 +20,8 @@ from draftmill.fleet import processes
 try:
     settings = configuration.resolve(config)
     for warning in configuration.check(settings, None, None):
-        logger.warning(warning)
+        if not workflow.subprocess_exec:
+            logger.warning(warning)
     # A file inside an installed package is no input: it changes only with the environment.
     named = [
         entry if isinstance(entry, str) else entry["path"]

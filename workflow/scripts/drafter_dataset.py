@@ -1,7 +1,5 @@
 """Rule drafter_dataset."""
 
-import json
-import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,7 +17,7 @@ if __name__ == "__main__":
     with job.logged(snakemake.log[0]):
         merged = Path(snakemake.input.merged)
         dataset(
-            json.loads(os.environ["DRAFTMILL_CONFIG"]),
+            job.settings(),
             merged,
             Path(snakemake.input.validation),
             Path(snakemake.input.prompts),

@@ -1,7 +1,5 @@
 """Rule fetch_model."""
 
-import json
-import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def main(facts: Path) -> None:
-    settings = json.loads(os.environ["DRAFTMILL_CONFIG"])
+    settings = job.settings()
     location = model.locate(settings["model"]) or fetching.fetch(settings["model"])
     frozen = model.freeze(settings["model"], location, facts.parent)
     serving.check(settings, frozen)

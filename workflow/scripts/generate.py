@@ -1,7 +1,5 @@
 """Rule generate."""
 
-import json
-import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,7 +17,7 @@ if __name__ == "__main__":
     with job.logged(snakemake.log[0]):
         output = Path(snakemake.output[0])
         generate(
-            json.loads(os.environ["DRAFTMILL_CONFIG"]),
+            job.settings(),
             output.parents[1],
             Path(snakemake.input.shard),
             Path(snakemake.input.lease),

@@ -1,7 +1,5 @@
 """Rule merge."""
 
-import json
-import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,7 +20,7 @@ if __name__ == "__main__":
             [Path(shard) for shard in snakemake.input.generated],
             Path(snakemake.input.prompts),
             merged.parent / "model",
-            json.loads(os.environ["DRAFTMILL_CONFIG"]),
+            job.settings(),
             merged,
             Path(snakemake.output.rejected),
             Path(snakemake.output.validation),

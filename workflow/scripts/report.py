@@ -1,7 +1,5 @@
 """Rule report_items."""
 
-import json
-import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,4 +16,4 @@ if TYPE_CHECKING:
 if __name__ == "__main__":
     with job.logged(snakemake.log[0]):
         folder = Path(snakemake.output[0]).parent
-        write_report(folder.parent, json.loads(os.environ["DRAFTMILL_CONFIG"]), folder)
+        write_report(folder.parent, job.settings(), folder)

@@ -1,7 +1,5 @@
 """Rule shard_prompts."""
 
-import json
-import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,7 +16,7 @@ if TYPE_CHECKING:
 if __name__ == "__main__":
     with job.logged(snakemake.log[0]):
         shard_prompts(
-            json.loads(os.environ["DRAFTMILL_CONFIG"]),
+            job.settings(),
             Path(snakemake.input.model[0]).parent,
             [Path(shard) for shard in snakemake.output.shards],
             Path(snakemake.output.skipped),

@@ -1,7 +1,5 @@
 """Rule throughput."""
 
-import json
-import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,7 +19,7 @@ if __name__ == "__main__":
         throughput(
             [Path(shard) for shard in snakemake.input.generated],
             summary.parent / "fleet",
-            json.loads(os.environ["DRAFTMILL_CONFIG"]),
+            job.settings(),
             summary,
             Path(snakemake.output.series),
         )

@@ -1,7 +1,5 @@
 """Rule tune."""
 
-import json
-import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,4 +15,4 @@ if TYPE_CHECKING:
 
 if __name__ == "__main__":
     with job.logged(snakemake.log[0]):
-        tune(json.loads(os.environ["DRAFTMILL_CONFIG"]), Path(snakemake.input.summary).parent)
+        tune(job.settings(), Path(snakemake.input.summary).parent)

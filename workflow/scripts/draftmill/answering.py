@@ -26,7 +26,7 @@ import requests.adapters
 from urllib3.exceptions import NewConnectionError
 
 from draftmill import config as settings
-from draftmill import engines, science, status, tuning
+from draftmill import engines, science, serving, status, tuning
 from draftmill.engines import Broken, Unreached
 from draftmill.errors import UserError
 from draftmill.fleet import processes
@@ -75,6 +75,7 @@ def generate(
         )
     log.info("%s: %d turns, %d of them in the journal", shard_file.stem, turns, settled)
     if pending:
+        serving.check(config, shard.model)
         _tune_first(config, results)
         _Asking(config, results, shard, journal, shard_file.stem, service_file, turns, settled, verdicts).run(
             pending
@@ -150,7 +151,9 @@ class Asker:
         attached = config["operation"]["engine"] == "attach"
         self._key = os.environ.get("DRAFTMILL_ATTACH_KEY", "") if attached else fleet.key_file().read_text()
         self._timeout = (CONNECT_S, float(config["operation"]["client"]["request_timeout_s"]))
-        self._fresh: dict[str, dict[str, Any]] = {}  # answers of conversations that are not finished yet
+        self._fresh: dict[
+            tuple[str, int], dict[str, dict[str, Any]]
+        ] = {}  # answers of unfinished conversations
         self._engines: dict[str, engines.Engine] = {}
         self._local = threading.local()
 
@@ -196,22 +199,23 @@ class Asker:
             turn, {"outcome": outcome, "id": str(turn), "detail": detail, "started_at": time.time()}
         )
 
-    def _lookup(self, key: str) -> dict[str, Any] | None:
-        return self._fresh.get(key) or self._journal.get(key)
+    def _walk(self, row: Row, judge_last: bool = True) -> Walk:
+        fresh = self._fresh.get((row.primary_id, row.sample), {})
+        return self._shard.walk(row, lambda key: fresh.get(key) or self._journal.get(key), judge_last)
 
     def next(self, row: Row) -> Turn:
         """The turn of a conversation that is to be asked now."""
-        turn = self._shard.walk(row, self._lookup).next
+        turn = self._walk(row).next
         assert turn is not None
         return turn
 
     def _keep(self, turn: Turn, record: dict[str, Any], judge_last: bool = True) -> Walk:
         self._writer.append(turn.key, record)
-        self._fresh[turn.key] = record
-        walk = self._shard.walk(turn.row, self._lookup, judge_last)
+        conversation = (turn.row.primary_id, turn.row.sample)
+        self._fresh.setdefault(conversation, {})[turn.key] = record
+        walk = self._walk(turn.row, judge_last)
         if walk.next is None:
-            for facts in walk.facts:
-                self._fresh.pop(facts["key"], None)
+            del self._fresh[conversation]
         return walk
 
     def _session(self) -> requests.Session:
@@ -290,11 +294,12 @@ class _Asking:
                 ) from fault
             finally:
                 self._over.set()
-                self._writer.close()
                 if self._lease is not None:
                     self._lease.terminate()
                     self._lease.wait()
-                self._note("finished", self._standing(client.figures))
+                with contextlib.suppress(OSError):  # a full disk has been named already
+                    self._writer.close()
+                    self._note("finished", self._standing(client.figures))
 
     def _renew_lease(self) -> None:
         """Takes the place of a lease that was killed, of which Snakemake learns nothing."""
@@ -351,7 +356,7 @@ class _Asking:
             stamp.touch(exist_ok=False)
             turns = json.loads((self._results / "prompts.json").read_text())["turns"]
             most = max(1, turns // (SHARD_CAPACITIES * capacity))
-            if self._shards > most:
+            if 1 < most < self._shards:  # a run that fills no two shards drains whatever is done
                 log.warning(
                     "a shard holds about %d turns, less than %d times what a server runs at once (%d): servers may "
                     "stand idle at the end of shards; set shards: %d",

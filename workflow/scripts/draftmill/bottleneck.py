@@ -248,9 +248,7 @@ def _said(verdict: Verdict, facts: Facts, engine: Engine) -> tuple[str, Advice |
             facts, engine
         )
     if verdict is Verdict.CAP:
-        return f"the request limit holds the server below what its memory allows: {seen}", cap_cure(
-            facts, engine
-        )
+        return f"the request limit holds the server below what its memory allows: {seen}", cap_cure(facts)
     if verdict is Verdict.COMPUTE:
         return (
             f"requests wait and no other limit is near{_roofline_clause(facts, engine)}: {seen}",

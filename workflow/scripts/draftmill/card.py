@@ -16,9 +16,9 @@ import pyarrow as pa
 
 from draftmill import __version__
 from draftmill.model import Model
+from draftmill.validation import READ
 
 PERCENTILES = (5, 50, 95, 99)
-READ = ("rows_in", "usable", "duplicates", "contaminated", "skipped")  # what became of the rows read
 
 
 @dataclass

@@ -325,7 +325,7 @@ def prefill_cure(facts: Facts, engine: Engine) -> Advice | None:
     )
 
 
-def cap_cure(facts: Facts, engine: Engine) -> Advice | None:
+def cap_cure(facts: Facts) -> Advice | None:
     room = kv_room(facts)
     if room is None:
         return None

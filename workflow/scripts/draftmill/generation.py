@@ -18,9 +18,11 @@ import pyarrow.parquet as pq
 
 from draftmill import config as settings
 from draftmill.answers import Answer, AnswerReader
+from draftmill.aside import replacing
 from draftmill.chat import ChatTemplate, TemplateRefused
 from draftmill.journal import Journal
 from draftmill.model import Model
+from draftmill.rows import GENERATED
 from draftmill.tokens import Tokenizer
 from draftmill.turns import numerics, turn_id, turn_key, turn_seed
 from draftmill.validation import findings, rejection, wants_longer
@@ -29,37 +31,6 @@ log = logging.getLogger("generation")
 
 Lookup = Callable[[str], dict[str, Any] | None]  # the journal's record under a key
 ROW_GROUP = 512
-# `outcome`: answered | refused | poison | unasked (an earlier turn of the conversation was rejected).
-GENERATED = pa.schema(
-    [
-        ("id", pa.string()),
-        ("primary_id", pa.string()),
-        ("turn_index", pa.int32()),
-        ("sample", pa.int32()),
-        ("source", pa.string()),
-        ("content_hash", pa.string()),
-        ("key", pa.string()),
-        ("outcome", pa.string()),
-        ("thinking", pa.bool_()),
-        ("messages", pa.string()),  # JSON: exactly what was rendered
-        ("tools", pa.string()),  # JSON
-        ("prompt_ids", pa.list_(pa.int32())),
-        ("output_ids", pa.list_(pa.int32())),
-        ("finish_reason", pa.string()),
-        ("detail", pa.string()),
-        ("seed", pa.int64()),
-        ("sampling", pa.string()),  # JSON: every parameter sent
-        ("max_tokens", pa.int32()),
-        ("started_at", pa.float64()),  # unix s
-        ("queue_s", pa.float64()),
-        ("latency_s", pa.float64()),
-        ("server", pa.string()),
-        ("engine", pa.string()),
-        ("cached_tokens", pa.int32()),
-        ("attempts", pa.int32()),
-        ("carried", pa.string()),
-    ]
-)
 
 
 @dataclass(frozen=True)
@@ -227,9 +198,8 @@ class Shard:
         """The turn to ask for ``messages``, and why it cannot be asked, if so."""
         if index == 0:
             return self._with_key(row, 0, row.prompt_ids.as_py(), messages, row.max_tokens), None
-        thinking = (
-            row.thinking if self.model.template_has_thinking else None
-        )  # as the first turn was rendered
+        # as the first turn was rendered
+        thinking = row.thinking if self.model.template_has_thinking else None
         tools = json.loads(row.tools) if row.tools else None
         try:
             prompt_ids = self._tokenizer.encode(self._template.render(messages, tools, thinking))
@@ -266,9 +236,8 @@ class Shard:
 
         Every turn must be in the journal, unless ``partial``: then the settled ones are written.
         """
-        fresh = path.with_name(f".{path.name}.fresh")
         count = 0
-        with pq.ParquetWriter(fresh, GENERATED, compression="zstd") as writer:
+        with replacing(path) as aside, pq.ParquetWriter(aside, GENERATED, compression="zstd") as writer:
             group: list[dict[str, Any]] = []
             for facts in self._sorted_facts(rows, journal, partial):
                 group.append(facts)
@@ -278,7 +247,6 @@ class Shard:
                     group = []
             if group:
                 writer.write_table(pa.Table.from_pylist(group, GENERATED))
-        fresh.replace(path)
         return count
 
     def _sorted_facts(self, rows: list[Row], journal: Journal, partial: bool) -> Iterator[dict[str, Any]]:

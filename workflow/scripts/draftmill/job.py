@@ -1,14 +1,23 @@
-"""What surrounds the work of every rule's script: its log file, and errors as sentences."""
+"""What surrounds the work of every rule's script: its configuration, its log file, and errors as sentences."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from draftmill.errors import UserError
+
+
+def settings() -> dict[str, Any]:
+    """The resolved configuration, which the Snakefile exports for all processes of a run."""
+    resolved: dict[str, Any] = json.loads(os.environ["DRAFTMILL_CONFIG"])
+    return resolved
 
 
 @contextlib.contextmanager

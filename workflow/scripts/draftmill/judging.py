@@ -52,8 +52,6 @@ class Judge:
         self._tokenizer = Tokenizer.load(model_folder)
         self._template = ChatTemplate.load(model_folder)
         self._reader = AnswerReader(self._tokenizer, self._model.eos_token_ids, self._template.source)
-        # as generation renders: without a wish of the user's, the template's own default stands
-        self._says_thinking = config["prompts"]["thinking"] is not None and self._model.template_has_thinking
         self._provenance = {
             "model": self._model.name,
             "model_identity": self._model.identity,
@@ -158,7 +156,7 @@ class Judge:
             judged["_rendered"] = self._template.render(
                 messages,
                 json.loads(row["tools"]) if row["tools"] else None,
-                row["thinking"] if self._says_thinking else None,
+                row["thinking"] if self._model.template_has_thinking else None,
             )
         except TemplateRefused as refusal:
             judged["fault"] = f"its messages cannot be rendered: {refusal}"

@@ -36,6 +36,7 @@ from draftmill.validation import (
     EARLIER,
     FLAG,
     LENGTHS,
+    READ,
     REJECT,
     RETRY_LONGER,
     accounts_fault,
@@ -221,7 +222,7 @@ class Judges:
     def __init__(self, model_folder: Path, config: Mapping[str, Any], retokenised_share: float) -> None:
         package = Path(__file__).resolve().parent.parent
         environment = os.environ | {"TOKENIZERS_PARALLELISM": "false", "PYTHONPATH": str(package)}
-        needed = json.dumps({name: config[name] for name in ("validation", "prompts")})
+        needed = json.dumps({"validation": config["validation"]})
         command = [
             sys.executable,
             "-m",
@@ -478,9 +479,7 @@ class Accounts:
         """The content of validation.json."""
         retokenised = self._retokenised[True] + self._retokenised[False]
         return {
-            **{
-                name: prompts[name] for name in ("rows_in", "usable", "duplicates", "contaminated", "skipped")
-            },
+            **{name: prompts[name] for name in READ},
             "turns": self.turns,
             "accepted": self.accepted,
             "rejected": self.turns - self.accepted,

@@ -19,6 +19,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 from draftmill.chat import ChatTemplate
+from draftmill.config import is_hub_id
 from draftmill.errors import UserError
 from draftmill.tokens import Tokenizer
 
@@ -73,7 +74,7 @@ def locate(settings: dict[str, Any]) -> Path | None:
     path = Path(wanted).expanduser()
     if path.exists():
         return path.resolve()
-    if wanted.count("/") == 1 and not wanted.startswith((".", "/", "~")) and not wanted.endswith(".gguf"):
+    if is_hub_id(wanted):
         return None
     raise UserError(
         f"model.path {wanted} does not exist; give a model folder, a .gguf file, or a hub id org/name."
@@ -97,11 +98,8 @@ def freeze(settings: dict[str, Any], location: Path, folder: Path) -> Model:
             f"The model at {location} has no chat template; set model.chat_template to a Jinja file."
         )
     (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
-    context = facts["context_length"]
-    if settings[
-        "context_length"
-    ]:  # longer than the checkpoint's only with overrides (a rope scaling), checked before
-        context = int(settings["context_length"])
+    # longer than the checkpoint's only with overrides (a rope scaling), checked before
+    context = int(settings["context_length"] or facts["context_length"])
     tokenizer_file = folder / "tokenizer.json"
     model = Model(
         path=str(location),

@@ -41,6 +41,10 @@ def write(results: Path, out: Path) -> tuple[int, int]:
         raise UserError(
             f"{results} holds no shards yet; a partial dataset needs a run that has begun to generate."
         )
+    if out.exists() and not (out / "train.parquet").exists() and (out.is_file() or any(out.iterdir())):
+        raise UserError(
+            f"{out} holds something else; name a new folder, or that of an earlier partial dataset."
+        )
     config = recorded(results)
     shard = Shard(config, results / "model")
     journal = Journal(results / "journal")
@@ -64,11 +68,7 @@ def write(results: Path, out: Path) -> tuple[int, int]:
         )
         merge(tables, prompts, results / "model", config, merged, folder / "rejected.parquet", verdicts)
         throughput(tables, results / "fleet", config, speed, folder / "throughput.parquet")
-        made = folder / "dataset"
-        dataset(config, merged, verdicts, prompts, results / "model", speed, made)
-        shutil.copy(verdicts, made / "validation.json")
-        if out.exists():
-            shutil.rmtree(out)
-        made.rename(out)
+        dataset(config, merged, verdicts, prompts, results / "model", speed, out)
+        shutil.copy(verdicts, out / "validation.json")
     journal.close()
     return done, total

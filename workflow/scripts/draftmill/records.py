@@ -276,10 +276,3 @@ def canonical_server(name: str, servers: Sequence[Server]) -> str:
         if name in (server.server, server.slot) or (name and name == server.address):
             return server.server
     return name
-
-
-def write_aside(path: Path, content: bytes) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_name(path.name + ".part")
-    aside.write_bytes(content)
-    aside.replace(path)

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from draftmill import pages, plots, report_dataset, report_provenance, report_throughput
-from draftmill.records import number, optional, text, write_aside
+from draftmill.aside import write_aside
+from draftmill.records import number, optional, text
 from draftmill.report_run import (
     Page,
     Run,
@@ -151,7 +152,7 @@ def write_report(results: Path, config: Table, folder: Path) -> None:
     run = Run(results, config)
     for item in ITEMS:
         lead, body = CONTENT[item.name](run)
-        write_aside(folder / f"{item.name}.html", pages.page(item.title, lead, body, item.caption).encode())
+        write_aside(folder / f"{item.name}.html", pages.page(item.title, lead, body, item.caption))
 
 
 def _hardware(run: Run) -> str:

@@ -33,7 +33,8 @@ def run(arguments: argparse.Namespace) -> int:
     snakemake = [sys.executable, "-m", "snakemake"]
     if any((folder / ".snakemake" / "locks").glob("*")):
         print("draftmill: unlocking after a run that was killed", flush=True)
-        subprocess.run([*snakemake, *asked, "--unlock", "--quiet", "all"], check=True)
+        if subprocess.run([*snakemake, *asked, "--unlock", "--quiet", "all"], check=False).returncode:
+            raise UserError("Snakemake could not unlock the folder; its own words are above.")
     os.execv(sys.executable, [*snakemake, *asked])  # signals then reach Snakemake itself
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from draftmill import config as settings
+from draftmill.aside import write_aside
 from draftmill.errors import UserError
-from draftmill.fleet.places import write_aside
 
 FILE = "config.json"
 

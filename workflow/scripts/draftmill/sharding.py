@@ -39,6 +39,7 @@ from typing import Any, BinaryIO
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from draftmill.aside import replacing
 from draftmill.chat import ChatTemplate, TemplateRefused
 from draftmill.contamination import Benchmarks, incomplete, load_items
 from draftmill.conversations import COLUMNS, Conversation, RowRefused, normalise, row_id
@@ -46,6 +47,7 @@ from draftmill.errors import UserError
 from draftmill.model import Model
 from draftmill.prompts import Source, Unreadable, find_sources, read_rows
 from draftmill.tokens import Tokenizer
+from draftmill.validation import READ
 
 SHARD_SCHEMA = pa.schema(
     [
@@ -77,7 +79,6 @@ BATCH_CHARACTERS = 4 << 20
 WORTH_A_POOL_BYTES = 4 << 20
 MOST_WORKERS = 12  # reading and normalising feeds no more
 LONGEST_TOKEN = 32  # bytes; a prompt whose tokens are longer on average is no text
-COUNTS = ("rows_in", "usable", "duplicates", "contaminated", "skipped")
 
 
 # --- what becomes of each row
@@ -132,8 +133,8 @@ class Accounts:
         return sum(counts[what] for counts in self.sources.values())
 
     def as_json(self) -> dict[str, Any]:
-        by_source = {name: {what: counts[what] for what in COUNTS} for name, counts in self.sources.items()}
-        return {what: self.total(what) for what in COUNTS} | {"notes": dict(self.notes), "sources": by_source}
+        by_source = {name: {what: counts[what] for what in READ} for name, counts in self.sources.items()}
+        return {what: self.total(what) for what in READ} | {"notes": dict(self.notes), "sources": by_source}
 
 
 def fraction(seed: int, purpose: str, content_hash: str) -> float:
@@ -472,7 +473,7 @@ def _shard_prompts(
     found = read_conversations(prompts, config["seed"], sources, accounts.notes)
     lengths: list[int] = []
     turns = 0
-    with tempfile.TemporaryFile(dir=shards[0].parent) as file, _replacing(skipped) as aside:
+    with tempfile.TemporaryFile(dir=shards[0].parent) as file, replacing(skipped) as aside:
         spool = _Spool(file)
         with (
             _SkippedWriter(aside) as writer,
@@ -507,7 +508,7 @@ def _shard_prompts(
     report["turns"] = turns * prompts["samples"]
     if len(benchmarks):
         report["decontaminated_against"] = benchmarks.sizes()
-    with _replacing(summary) as aside:
+    with replacing(summary) as aside:
         aside.write_text(
             json.dumps(report, ensure_ascii=False, indent=1, allow_nan=False) + "\n", encoding="utf-8"
         )
@@ -544,17 +545,6 @@ def _size(path: Path) -> int:
         if path.is_dir()
         else path.stat().st_size
     )
-
-
-@contextmanager
-def _replacing(path: Path) -> Iterator[Path]:
-    """A path to write to, which takes the place of ``path`` if all goes well and disappears if not."""
-    aside = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        yield aside
-        aside.replace(path)
-    finally:
-        aside.unlink(missing_ok=True)
 
 
 def _remove_stale(shards: Sequence[Path]) -> None:
@@ -633,7 +623,7 @@ class _Spool:
         for path, rows in zip(shards, members, strict=True):
             rows.sort(key=lambda row: row[0])
             with (
-                _replacing(path) as aside,
+                replacing(path) as aside,
                 pq.ParquetWriter(aside, SHARD_SCHEMA, compression="zstd") as writer,
             ):
                 for start in range(0, max(1, len(rows)), ROW_GROUP):

@@ -17,6 +17,7 @@ import orjson
 import polars as pl
 
 from draftmill import verdicts
+from draftmill.aside import replacing, write_aside
 from draftmill.errors import UserError
 from draftmill.phases import PAUSE_S, Part, Phases, find_parts, find_phases, tokens_until, with_part
 from draftmill.records import (
@@ -32,7 +33,6 @@ from draftmill.records import (
     read_state,
     read_telemetry,
     read_turns,
-    write_aside,
 )
 
 AGREEMENT = 0.02
@@ -599,9 +599,8 @@ def throughput(
     write_aside(
         json_out, orjson.dumps(rounded(result), option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE)
     )
-    aside = parquet_out.with_name(parquet_out.name + ".part")
-    table.write_parquet(aside)
-    aside.replace(parquet_out)
+    with replacing(parquet_out) as aside:
+        table.write_parquet(aside)
 
 
 def rounded(value: object) -> object:

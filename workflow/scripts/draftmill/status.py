@@ -22,6 +22,7 @@ from rich.live import Live
 from rich.markup import escape
 from rich.table import Table
 
+from draftmill.aside import write_aside
 from draftmill.errors import UserError
 from draftmill.plots import number as said
 from draftmill.progress import (
@@ -44,7 +45,6 @@ from draftmill.records import (
     read_state,
     telemetry_files,
     text,
-    write_aside,
 )
 from draftmill.telemetry import Sample
 
@@ -325,5 +325,5 @@ def announce(results: Path, operation: Mapping[str, object]) -> str | None:
     found = look(results, t, interval_s)
     target = text(operation, "prometheus_file")
     if target:
-        write_aside(Path(target), prometheus(found).encode())
+        write_aside(Path(target), prometheus(found))
     return line(found)

@@ -32,7 +32,6 @@ class Estimate:
     tok_s: float
     step_s: float
     prefill_share: float
-    roofline_share: float
 
 
 def estimate(
@@ -51,7 +50,7 @@ def estimate(
     """
     running = have.running
     if running <= 0:
-        return Estimate(0.0, math.inf, 0.0, 0.0)
+        return Estimate(0.0, math.inf, 0.0)
     ending_per_request = 1 / max(workload.output_tokens, 1)
     passes = 1 - math.exp(-running * ending_per_request)
     group = _prefill_group(flags, have, running * ending_per_request, dialect, architecture)
@@ -68,8 +67,7 @@ def estimate(
     prompts = batch * ending_per_request / passes * workload.prompt_tokens * (1 - cached)
     compute = 2 * architecture.active_parameters * prompts / flags.tp / (gpu.bf16_flops * PREFILL_EFFICIENCY)
     prefill = passes * max(launch, compute)
-    rate = batch / (step + prefill)
-    return Estimate(rate, step, prefill / (step + prefill), rate / line.tok_s)
+    return Estimate(batch / (step + prefill), step, prefill / (step + prefill))
 
 
 def _prefill_group(

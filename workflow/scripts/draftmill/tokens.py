@@ -42,19 +42,9 @@ class Tokenizer:
         encodings = self.backend.encode_batch_fast(list(texts), add_special_tokens=False)
         return [list(encoding.ids) for encoding in encodings]
 
-    def decode(self, ids: Sequence[int], keep_special: bool = True) -> str:
-        """The text of ``ids``; special tokens stay in it unless told otherwise."""
-        return str(self.backend.decode(list(ids), skip_special_tokens=not keep_special))
-
-    def decode_batch(self, many: Sequence[Sequence[int]], keep_special: bool = True) -> list[str]:
-        """As ``decode`` for many id lists."""
-        return list(
-            self.backend.decode_batch([list(ids) for ids in many], skip_special_tokens=not keep_special)
-        )
-
-    def without_stop(self, ids: Sequence[int]) -> list[int]:
-        """``ids`` without one trailing special token (the stop token that the model sampled)."""
-        return list(ids[:-1]) if ids and ids[-1] in self.special_ids else list(ids)
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of ``ids``, special tokens included."""
+        return str(self.backend.decode(list(ids), skip_special_tokens=False))
 
     @cached_property
     def special_ids(self) -> frozenset[int]:

@@ -24,7 +24,7 @@ import requests
 
 from draftmill import bottleneck, candidates, capacity, engines, serving, tuning
 from draftmill import config as settings
-from draftmill.answering import Asker, end_with_owner
+from draftmill.answering import LEASE, Asker, end_with_owner
 from draftmill.architecture import read_architecture
 from draftmill.engines import Refused, Transient
 from draftmill.errors import UserError
@@ -41,7 +41,6 @@ from draftmill.tuning import Measurement, Setting
 
 log = logging.getLogger("tune")
 
-LEASE = Path(__file__).resolve().parents[1] / "lease.py"
 RAMP_S = 120.0  # at most this long until as many turns run as will
 DRAIN_S = 60.0  # turns in flight may take so long to finish before the next setting starts
 MOST_CANDIDATES = 12
@@ -269,7 +268,7 @@ class _Tuner:
         return load.measure(measurement, facts["capacity"], best, bench.key)
 
 
-class _StartFailed(Exception):
+class _StartFailed(UserError):
     """The server does not start with a setting; the text says why."""
 
 
@@ -279,7 +278,6 @@ class _Bench:
     def __init__(self, fleet: Fleet, slot: Slot) -> None:
         self.fleet, self.slot = fleet, slot
         self.key = fleet.key_file().read_text()
-        self._trial: dict[str, Any] | None = None
 
     def __enter__(self) -> _Bench:
         deadline = time.monotonic() + 60

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from draftmill import config as settings
+from draftmill.aside import write_aside
 
 FOLDER = "tuning"
 WINDOW_S = 5.0
@@ -168,8 +169,6 @@ def adopt(results: Path, decision: Decision, asked: Setting) -> None:
     (the asked ones themselves, where nothing could be measured)."""
     adopted = decision.adopted
     path = results / FOLDER / "winner.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    fresh = path.with_suffix(".fresh")
     facts = {
         "asked": list(asked.flags),
         "flags": list(adopted.flags if adopted else asked.flags),
@@ -180,8 +179,7 @@ def adopt(results: Path, decision: Decision, asked: Setting) -> None:
         "reason": decision.reason,
         "proposals": list(decision.proposals),
     }
-    fresh.write_text(json.dumps(facts, indent=1), encoding="utf-8")
-    fresh.replace(path)
+    write_aside(path, json.dumps(facts, indent=1))
 
 
 def adopted_flags(config: settings.Config, results: Path) -> tuple[str, ...] | None:

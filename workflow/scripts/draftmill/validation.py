@@ -19,6 +19,7 @@ KEEP, FLAG, REJECT, RETRY_LONGER = "keep", "flag", "reject", "retry_longer"
 DUPLICATE = "duplicate_answer"
 EARLIER = "earlier_turn_rejected"
 UNASKED_REASONS = {"refused": "refused", "poison": "poison", "unasked": EARLIER}  # outcome → reason
+READ = ("rows_in", "usable", "duplicates", "contaminated", "skipped")  # what became of the rows read
 LENGTHS = (2048, 4096, 8192)  # the max_length values that trainers use
 
 # everything of C0 that no text needs; tab, newline, form feed and carriage return do occur
@@ -120,7 +121,7 @@ def loss_beyond(prompt_tokens: int, output_tokens: int) -> dict[int, int]:
 
 def accounts_fault(prompts: Mapping[str, Any], accepted: int, rejected: int) -> str | None:
     """What does not add up, as a sentence; None if every row and every turn is accounted for once."""
-    parts = ("usable", "duplicates", "contaminated", "skipped")
+    parts = READ[1:]
     if prompts["rows_in"] != sum(prompts[part] for part in parts):
         figures = " + ".join(f"{prompts[part]} {part}" for part in parts)
         return f"{prompts['rows_in']} rows were read, but {figures} do not make that many"

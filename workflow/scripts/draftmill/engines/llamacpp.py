@@ -11,6 +11,7 @@ from typing import Any
 
 import requests
 
+from draftmill.config import SGLANG_SAMPLING
 from draftmill.engines import Completion, Facts, Launch, Refused, ServerSpec, Transient
 from draftmill.errors import UserError
 
@@ -104,7 +105,7 @@ class LlamaCpp:
         return reply.text
 
     def request(self, prompt_ids: Sequence[int], sampling: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-        for name in ("stop_token_ids", "min_new_tokens", "stop_regex", "logit_bias"):
+        for name in SGLANG_SAMPLING:
             if sampling[name]:
                 raise UserError(
                     f"sampling.{name} is not supported by the llamacpp engine; leave it out, or use the sglang engine."

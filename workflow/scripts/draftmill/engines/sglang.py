@@ -21,6 +21,7 @@ for instance ``/opt/sglang/bin/python -m sglang.launch_server``; the default is 
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import functools
 import hashlib
@@ -37,6 +38,7 @@ from typing import Any
 import orjson
 import requests
 
+from draftmill.aside import write_aside
 from draftmill.engines import Completion, Facts, Launch, Refused, ServerSpec, Transient
 from draftmill.errors import UserError
 
@@ -194,7 +196,7 @@ class SGLang:
         states = info.get("internal_states") or [{}]
         ranks = int(info.get("dp_size") or 1)
         effective = states[0].get("effective_max_running_requests_per_dp")
-        if effective is None and log is not None:
+        if effective is None and log is not None and log.exists():
             effective = capacity_in_log(log.read_text(encoding="utf-8", errors="replace"))
         if effective is None:
             raise UserError(
@@ -418,13 +420,8 @@ def _ask(command: tuple[str, ...], environment: tuple[tuple[str, str], ...]) -> 
     if "--model-path" not in flags:
         raise UserError(f"`{shlex.join(command)} --help` lists no flags of SGLang; check {COMMAND_VARIABLE}.")
     if kept is not None:
-        try:
-            kept.parent.mkdir(parents=True, exist_ok=True)
-            aside = kept.with_suffix(f".{os.getpid()}")
-            aside.write_text(json.dumps(flags), encoding="utf-8")
-            aside.replace(kept)
-        except OSError:
-            pass  # a cache that cannot be kept costs seconds, not answers
+        with contextlib.suppress(OSError):  # a cache that cannot be kept costs seconds, not answers
+            write_aside(kept, json.dumps(flags))
     return flags
 
 

@@ -462,7 +462,8 @@ class Client(Generic[T]):
         task.tries += 1
         self._retried += 1
         if link.failures >= BREAKER_AFTER and link.closed_until <= time.monotonic():
-            pause = min(60.0, 2.0 ** (link.failures - BREAKER_AFTER))
+            pause = 2.0 ** min(6, link.failures - BREAKER_AFTER)  # 1 to 64 s
+            link.failures = min(link.failures, BREAKER_AFTER + 6)
             link.closed_until = time.monotonic() + pause
             log.warning(
                 "%s failed %d times in a row (%s): pausing it %.0f s",

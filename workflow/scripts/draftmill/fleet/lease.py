@@ -18,10 +18,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from draftmill.aside import write_aside
 from draftmill.errors import UserError
 from draftmill.fleet import processes
 from draftmill.fleet.locks import Lock
-from draftmill.fleet.places import SLOT_VARIABLE, Fleet, forget_dead_fleets, write_aside
+from draftmill.fleet.places import SLOT_VARIABLE, Fleet, forget_dead_fleets
 from draftmill.fleet.slots import Slot, slots
 
 SUPERVISOR = Path(__file__).resolve().parents[2] / "supervisor.py"
@@ -34,12 +35,12 @@ class Lease:
     def __init__(self, service_file: Path, results: Path, config: Mapping[str, Any]) -> None:
         self.service_file = service_file
         self.started_at = time.time()
-        forget_dead_fleets()
-        self.fleet = Fleet(results, processes.owner())
         self.slot: Slot | None = None
         self._locks: list[Lock] = []  # of the slot, and of slots that were given up
         self._supervisor: subprocess.Popen[bytes] | None = None
         try:
+            forget_dead_fleets()
+            self.fleet = Fleet(results, processes.owner())
             self._slots = slots(config["operation"])
             self._take_free_slot()
             self.write(None)

@@ -16,6 +16,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
+from draftmill.aside import write_aside
 from draftmill.errors import UserError
 from draftmill.fleet.processes import Process
 
@@ -24,7 +25,12 @@ def user_folder() -> Path:
     """The host-wide folder of this user's locks, mode 700 (DRAFTMILL_RUNTIME_DIR moves it)."""
     default = Path(tempfile.gettempdir()) / f"draftmill-{os.getuid()}"
     folder = Path(os.environ.get("DRAFTMILL_RUNTIME_DIR", default))
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as fault:
+        raise UserError(
+            f"{folder} cannot be made ({fault.strerror}); set DRAFTMILL_RUNTIME_DIR to a folder of your own."
+        ) from fault
     if folder.stat().st_uid != os.getuid():
         raise UserError(
             f"{folder} belongs to another user; set DRAFTMILL_RUNTIME_DIR to a folder of your own."
@@ -109,11 +115,3 @@ def forget_dead_fleets() -> None:
         with contextlib.suppress(OSError, ValueError):
             if not Process.parse(note.read_text()).alive:
                 shutil.rmtree(note.parent, ignore_errors=True)
-
-
-def write_aside(path: Path, text: str) -> None:
-    """Replaces ``path`` by ``text`` in one step, so that a reader never sees half of it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    fresh = path.with_name(f".{path.name}.{os.getpid()}")
-    fresh.write_text(text, encoding="utf-8")
-    fresh.replace(path)

@@ -33,11 +33,12 @@ from typing import Any
 import requests
 
 from draftmill import engines, serving
+from draftmill.aside import write_aside
 from draftmill.errors import UserError
 from draftmill.fleet import ports, processes
 from draftmill.fleet.locks import Lock
 from draftmill.fleet.permits import Client, Permits
-from draftmill.fleet.places import SLOT_VARIABLE, Fleet, user_folder, write_aside
+from draftmill.fleet.places import SLOT_VARIABLE, Fleet, user_folder
 from draftmill.fleet.slots import Slot
 from draftmill.telemetry import Sample, parse_prometheus
 
@@ -113,6 +114,7 @@ class Supervisor:
         self.last_cause = ""
         self.was_ready = False
         self.progress = _Progress()
+        self.silent_since = 0.0  # since when the server does not answer at all; 0 while it does
         self.blind = False  # the server answers, but shows no counters: only its answers tell that it works
         self.idle_since = time.monotonic()
         self.facts: engines.Facts | None = None
@@ -336,6 +338,8 @@ class Supervisor:
             await asyncio.sleep(0.1)
             if self.changed.is_set():
                 raise _Replaced
+            if self.keeper is None and self.silent_since and time.monotonic() - self.silent_since > ATTACH_S:
+                raise _Down(f"at {self.address} has not answered for {ATTACH_S} s")
             if self.keeper is not None and self.keeper.poll() is not None:
                 raise _Down(f"ended with exit code {self.keeper.returncode}")
             stalled = time.monotonic() - self.progress.at
@@ -541,9 +545,13 @@ class Supervisor:
         self.telemetry_file.parent.mkdir(parents=True, exist_ok=True)
         with self.telemetry_file.open("a", encoding="utf-8") as file:
             while True:
-                sample = await self._sample()
-                file.write(sample.to_json() + "\n")
-                file.flush()
+                try:
+                    sample = await self._sample()
+                    file.write(sample.to_json() + "\n")
+                    file.flush()
+                except Exception:  # a full disk or a strange page: a server is not judged by that
+                    self.progress.at = time.monotonic()
+                    log.exception("a sample was lost")
                 await asyncio.sleep(1)
 
     async def _sample(self) -> Sample:
@@ -554,10 +562,12 @@ class Supervisor:
                 text = await asyncio.to_thread(engine.metrics, address, self.key)
                 sample = parse_prometheus(text, sample.t, state=self.state, epoch=self.epoch)
                 self.blind = sample.running is None and sample.generation_tokens is None
+                self.silent_since = 0.0
             except requests.HTTPError:
                 self.blind = True
             except requests.RequestException:
                 self.blind = False
+                self.silent_since = self.silent_since or time.monotonic()
         counters = (sample.generation_tokens, sample.decode_tokens, sample.prefill_tokens, sample.kv_usage)
         self.progress.note(*counters, self.answers)
         return replace(

@@ -1,0 +1,26 @@
+"""Files that appear whole or not at all: written aside, then renamed. Must never know what is in them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A path to write to, which takes the place of ``path`` if all goes well and disappears if not."""
+    aside = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        yield aside
+        aside.replace(path)
+    finally:
+        aside.unlink(missing_ok=True)
+
+
+def write_aside(path: Path, content: str | bytes) -> None:
+    """Replaces ``path`` by ``content`` (text as UTF-8) in one step, so that a reader never sees half of it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with replacing(path) as aside:
+        aside.write_bytes(content.encode() if isinstance(content, str) else content)
