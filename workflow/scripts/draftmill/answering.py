@@ -6,6 +6,7 @@ The only place where walks, journal, client and engine meet.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import logging
 import os
@@ -154,12 +155,12 @@ class Asker:
         self._fresh: dict[
             tuple[str, int], dict[str, dict[str, Any]]
         ] = {}  # answers of unfinished conversations
-        self._engines: dict[str, engines.Engine] = {}
+        self._engine = functools.cache(engines.load)
         self._local = threading.local()
 
     def answer(self, turn: Turn, server: Server, attempt: int, judge_last: bool = True) -> Walk:
         """Asks one server for one turn; raises Refused or Transient, OSError when the journal cannot be written."""
-        engine = self._engines.setdefault(server.engine, engines.load(server.engine))
+        engine = self._engine(server.engine)
         route, body = engine.request(turn.prompt_ids, turn.sampling)
         started_at = time.time()
         began = time.monotonic()

@@ -113,5 +113,7 @@ def forget_dead_fleets() -> None:
     """Removes the sockets, locks and keys of fleets whose Snakemake has ended."""
     for note in user_folder().glob("fleet-*/owner"):
         with contextlib.suppress(OSError, ValueError):
-            if not Process.parse(note.read_text()).alive:
+            owner = note.read_text()
+            here = owner.startswith(f"{socket.gethostname()}:")  # elsewhere its pid means nothing
+            if here and not Process.parse(owner).alive:
                 shutil.rmtree(note.parent, ignore_errors=True)

@@ -1,0 +1,53 @@
+"""When a run stops by itself: too many rejects, or a server that takes no request at all."""
+
+from typing import Any
+
+import pyarrow as pa
+import pytest
+
+from draftmill.answering import ALL_REFUSED, JUDGE_ALL, JUDGE_EVERY, _Verdicts
+from draftmill.errors import UserError
+from draftmill.generation import Row, Walk
+
+POLICY = {"reject_limit": 0.5, "reject_limit_after": 10}
+
+
+def row(number: int) -> Row:
+    ids = pa.scalar([1, 2], pa.list_(pa.int32()))
+    return Row(f"r{number}", "file", f"{number:032x}", "[]", None, None, False, 10, ids, 1, 0)
+
+
+def walk(number: int, outcome: str = "answered", rejected: str | None = None, **facts: Any) -> Walk:
+    return Walk([{"id": f"r{number}_gen0", "outcome": outcome, **facts}], None, rejected)
+
+
+def test_a_run_of_rejects_stops_with_examples() -> None:
+    verdicts = _Verdicts(POLICY, turns=100)
+    for number in range(9):
+        verdicts.count(row(number), walk(number, rejected="loop"), 1)
+    with pytest.raises(UserError, match=r"10 of 10 answers were rejected.*reject_limit.*r0_gen0: loop"):
+        verdicts.count(row(9), walk(9, rejected="loop"), 1)
+    assert verdicts.reasons == {"loop": 10}
+
+
+def test_half_of_them_rejected_is_not_too_many() -> None:
+    verdicts = _Verdicts(POLICY, turns=100)
+    for number in range(40):
+        verdicts.count(row(number), walk(number, rejected="loop" if number % 2 else None), 1)
+
+
+def test_a_server_that_refuses_everything_stops_the_run_with_its_words() -> None:
+    verdicts = _Verdicts({**POLICY, "reject_limit": 1.0}, turns=100)
+    refusal = {"outcome": "refused", "rejected": "refused", "detail": "unknown field"}
+    for number in range(ALL_REFUSED - 1):
+        verdicts.count(row(number), walk(number, **refusal), 1)
+    with pytest.raises(UserError, match=r"all refused .unknown field."):
+        verdicts.count(row(99), walk(99, **refusal), 1)
+
+
+def test_large_shards_are_judged_by_a_share_chosen_by_content() -> None:
+    small, large = _Verdicts(POLICY, JUDGE_ALL), _Verdicts(POLICY, JUDGE_ALL + 1)
+    numbers = [i * 0x9E3779B9 << 96 & (1 << 128) - 1 for i in range(4000)]
+    assert all(small.wants(row(n)) for n in numbers)
+    chosen = sum(large.wants(row(n)) for n in numbers)
+    assert abs(chosen - 4000 / JUDGE_EVERY) < 100
