@@ -3,6 +3,7 @@
 import gzip
 import io
 import json
+import os
 import random
 import subprocess
 import sys
@@ -490,3 +491,9 @@ def test_every_line_is_one_row(tmp_path_factory: pytest.TempPathFactory, lines: 
     sound = [json.loads(line) if line.startswith('{"prompt"') else None for line in lines]
     found = [v if isinstance(v, dict) else None for v in values(path)]
     assert found == sound
+
+
+def test_a_pipe_is_refused_instead_of_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "prompts.jsonl")
+    with pytest.raises(UserError, match="neither a file nor a folder"):
+        find_sources([str(tmp_path / "prompts.jsonl")])

@@ -357,7 +357,8 @@ class _Asking:
             stamp.touch(exist_ok=False)
             turns = json.loads((self._results / "prompts.json").read_text())["turns"]
             most = max(1, turns // (SHARD_CAPACITIES * capacity))
-            if 1 < most < self._shards:  # a run that fills no two shards drains whatever is done
+            tiny = turns < self._shards * capacity
+            if most < self._shards and (most > 1 or tiny):  # else the run is so small that it drains anyway
                 log.warning(
                     "a shard holds about %d turns, less than %d times what a server runs at once (%d): servers may "
                     "stand idle at the end of shards; set shards: %d",

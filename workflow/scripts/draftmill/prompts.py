@@ -112,6 +112,9 @@ def _expand(wanted: str) -> list[tuple[str, Path]]:
         raise UserError(f"The prompt file {wanted} cannot be read: {fault.strerror}.") from fault
     if not paths:
         raise UserError(f"No prompt file is found at {wanted}; correct prompts.files.")
+    strange = next((path for path in paths if not (Path(path).is_file() or Path(path).is_dir())), None)
+    if strange is not None:  # a pipe or device could keep the run waiting for ever
+        raise UserError(f"{strange} is neither a file nor a folder; correct prompts.files.")
     return [(prefix + path.removeprefix(root), Path(path)) for path in paths]
 
 
