@@ -27,7 +27,7 @@ import requests.adapters
 from urllib3.exceptions import NewConnectionError
 
 from draftmill import config as settings
-from draftmill import engines, science, serving, status, tuning
+from draftmill import engines, science, serving, tuning
 from draftmill.engines import Broken, Unreached
 from draftmill.errors import UserError
 from draftmill.fleet import processes
@@ -345,6 +345,8 @@ class _Asking:
 
     def _announce(self) -> None:
         """Says how the whole run stands, on the terminal, whenever it is this client's turn to say it."""
+        from draftmill import status  # its tables are slow to import, and a shard from the journal needs none
+
         while not self._over.wait(1):
             line = status.announce(self._results, self._operation)
             if line is not None:
