@@ -63,11 +63,13 @@ def generate(
     turns = sum(row.turn_count for row in rows)
     verdicts = _Verdicts(config["validation"], turns)
     for row in rows:
-        walk = shard.walk(row, journal.get, verdicts.wants(row))
+        walk = shard.walk(row, journal.get, judge_last=False)
         settled += len(walk.facts)
-        verdicts.count(row, walk, len(walk.facts))
         if walk.next is not None:
             pending.append(row)
+    for row in filter(verdicts.wants, rows if pending else ()):  # what was rejected before counts, too
+        walk = shard.walk(row, journal.get)
+        verdicts.count(row, walk, len(walk.facts))
     changes = science.record(config, results)
     if changes and pending:
         new, total = shard.new_conversations(sorted(shard_file.parent.glob("*.parquet")), journal)
