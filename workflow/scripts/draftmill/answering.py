@@ -265,7 +265,7 @@ class _Asking:
         self._output_tokens = 0
         self._interval = float(config["operation"]["progress_interval_s"])
         self._began = self._last_note = time.monotonic()
-        self._results, self._operation = results, config["operation"]
+        self._operation = config["operation"]
         self._over = threading.Event()
         self._shards: int = config["shards"]
         self._capacity_seen = False
@@ -350,7 +350,7 @@ class _Asking:
         from draftmill import status  # its tables are slow to import, and a shard from the journal needs none
 
         while not self._over.wait(1):
-            line = status.announce(self._results, self._operation)
+            line = status.announce(self._fleet.results, self._operation)
             if line is not None:
                 print(line, file=sys.stderr, flush=True)
 
@@ -359,7 +359,7 @@ class _Asking:
         stamp = self._fleet.runtime / "shard-size-checked"
         with contextlib.suppress(FileExistsError):
             stamp.touch(exist_ok=False)
-            turns = json.loads((self._results / "prompts.json").read_text())["turns"]
+            turns = json.loads((self._fleet.results / "prompts.json").read_text())["turns"]
             most = max(1, turns // (SHARD_CAPACITIES * capacity))
             tiny = turns < self._shards * capacity
             if most < self._shards and (most > 1 or tiny):  # else the run is so small that it drains anyway

@@ -38,9 +38,7 @@ WANT_AT_MOST = 4096  # more is never granted at once, and a steady figure saves 
 TRIES = 12  # of one turn with a server that lives; a server's death does not count
 SUSPECT_AFTER, POISON_AFTER = 2, 2  # crashes in company, then alone
 DOUBT_S = 0.5  # a supervisor sees its server's end after 0.1 s
-LEAST_ROUND_S = (
-    0.004  # between two rounds of the loop, so that answers that come together are handled together
-)
+LEAST_ROUND_S = 0.004  # between two rounds, so that answers that come together are handled together
 BREAKER_AFTER = 6  # failures in a row of one server
 NO_SERVER_S = 120.0
 REVIVE_S = 5.0  # without any supervisor: the lease that would have started one again is gone too
@@ -111,9 +109,7 @@ class _Done:
 class Figures:
     """How a client stands."""
 
-    done: int
     in_flight: int
-    waiting: int
     requeued: int
     retried: int
     capacity: int  # turns that the largest server runs at once, 0 before one is ready
@@ -122,7 +118,7 @@ class Figures:
 class Client(Generic[T]):
     """Answers tasks through the fleet.
 
-    ``answer(what, server)`` asks the server, keeps the answer, and gives the next task of the same
+    ``answer(what, server, attempt)`` asks the server, keeps the answer, and gives the next task of the same
     conversation or None; it runs in many threads and raises Refused or Transient. ``give_up(what,
     outcome, detail)`` keeps that a turn will never be answered (``refused`` or ``poison``), and gives the
     next task too. ``revive()`` is called when no supervisor has been there for REVIVE_S.
@@ -151,7 +147,7 @@ class Client(Generic[T]):
         self._finished: queue.SimpleQueue[_Done] = queue.SimpleQueue()
         self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._selector.register(self._wake_read, selectors.EVENT_READ, None)
-        self._done = self._in_flight = self._requeued = self._retried = 0
+        self._in_flight = self._requeued = self._retried = 0
         self._given_up: list[Task[T]] = []
         self._last_look = 0.0
         self._last_link = self._last_hope = time.monotonic()
@@ -198,7 +194,7 @@ class Client(Generic[T]):
     @property
     def figures(self) -> Figures:
         capacity = max((link.public["capacity"] for link in self._links.values() if link.ready), default=0)
-        return Figures(self._done, self._in_flight, self._waiting, self._requeued, self._retried, capacity)
+        return Figures(self._in_flight, self._requeued, self._retried, capacity)
 
     @property
     def _waiting(self) -> int:
@@ -222,7 +218,6 @@ class Client(Generic[T]):
         log.error("poison: %s %s", task.what, detail)
         self.note("poison", {"turn": str(task.what)})
         follow_up = self.give_up(task.what, "poison", detail)
-        self._done += 1
         if follow_up is not None:
             self._put(follow_up)
 
@@ -290,7 +285,7 @@ class Client(Generic[T]):
             elif "server" in message:
                 self._changed(name, link, message["server"])
             elif "down" in message:
-                self._server_down(name, link, message["down"], message["reason"])
+                self._server_down(name, link, message["reason"])
 
     def _changed(self, name: str, link: _Link, public: dict[str, Any]) -> None:
         if public.get("epoch") != link.public.get("epoch"):
@@ -301,7 +296,7 @@ class Client(Generic[T]):
             self._settled[name] = public["epoch"]
             log.info("%s is ready and runs %s turns at once", name, public["capacity"])
 
-    def _server_down(self, name: str, link: _Link, epoch: int, reason: str) -> None:
+    def _server_down(self, name: str, link: _Link, reason: str) -> None:
         """Everything that was in flight there is suspected a little; its failures come in by themselves."""
         now = time.monotonic()
         log.warning("the server of %s is down (%s)", name, reason.partition("\n")[0])
@@ -401,14 +396,11 @@ class Client(Generic[T]):
     def _one(self, name: str, epoch: int, number: int, task: Task[T], server: Server) -> None:
         """Asks for one answer; runs in a thread of its own."""
         try:
-            follow_up = self.answer(task.what, server, task.attempts)
-            self._finish(_Done(name, epoch, number, task, follow_up=follow_up))
-        except Refused as refusal:
             try:
+                follow_up = self.answer(task.what, server, task.attempts)
+            except Refused as refusal:
                 follow_up = self.give_up(task.what, "refused", str(refusal))
-                self._finish(_Done(name, epoch, number, task, follow_up=follow_up))
-            except Exception as fault:  # noqa: BLE001  raised again in the caller's thread
-                self._finish(_Done(name, epoch, number, task, fault=fault))
+            self._finish(_Done(name, epoch, number, task, follow_up=follow_up))
         except Exception as fault:  # noqa: BLE001  raised again in the caller's thread
             self._finish(_Done(name, epoch, number, task, fault=fault))
 
@@ -428,7 +420,6 @@ class Client(Generic[T]):
             if link is not None and link.running.pop(done.number, None) is not None:
                 link.returned += 1
             if done.fault is None:
-                self._done += 1
                 if link is not None:
                     link.failures = 0
                 if done.follow_up is not None:
@@ -451,11 +442,10 @@ class Client(Generic[T]):
         now = time.monotonic()
         if isinstance(done.fault, Broken):
             link.doubtful_until = now + DOUBT_S
-        if isinstance(done.fault, Unreached):
-            self._requeued += 1
-            self._put(task)
-            return
-        if isinstance(done.fault, Broken):
+            if isinstance(done.fault, Unreached):
+                self._requeued += 1
+                self._put(task)
+                return
             link.failed_lately = [(at, t) for at, t in link.failed_lately if now - at < DOUBT_S]
             link.failed_lately.append((now, task))
         link.failures += 1

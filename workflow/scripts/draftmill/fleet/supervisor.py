@@ -186,19 +186,17 @@ class Supervisor:
                         self._tell({"trial_failed": str(reason)})
                         await self.changed.wait()
         except (_GivenUp, UserError) as reason:
-            self.error = str(reason)
             log.error("%s", reason)
-            self.permits.limit = 0
-            self._end_engine()
-            self._become("given_up")
-        except asyncio.CancelledError:
-            raise
+            self._give_up(str(reason))
         except Exception as fault:  # a fault of ours: said to the clients, instead of a silent wait
             log.exception("the supervisor failed")
-            self.error = f"The supervisor of {self.slot.name} failed: {fault!r}; see {self._log_path()}."
-            self.permits.limit = 0
-            self._end_engine()
-            self._become("given_up")
+            self._give_up(f"The supervisor of {self.slot.name} failed: {fault!r}; see {self._log_path()}.")
+
+    def _give_up(self, error: str) -> None:
+        self.error = error
+        self.permits.limit = 0
+        self._end_engine()
+        self._become("given_up")
 
     async def _take_gpus(self, held: contextlib.AsyncExitStack) -> None:
         """Waits until no other run of this user holds one of the slot's GPUs."""
