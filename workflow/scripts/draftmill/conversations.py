@@ -7,6 +7,7 @@ chat template or the run's seed; must never let a message through that is not te
 Policies, in one place:
 
 * Text is trimmed at both ends and Windows line ends become ``\\n``; nothing else is changed.
+* Text of invisible characters only (zero-width spaces, variation selectors, fillers) is empty.
 * All system messages stand merged, in order, in front, wherever they stood.
 * Consecutive messages of one speaker are joined by a blank line.
 * Whatever an assistant or a tool says before the first user message is dropped.
@@ -20,6 +21,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -54,8 +56,15 @@ COLUMNS = (
 """Every column that can matter to a conversation."""
 
 LONGEST_ID = 200
+_PLACEHOLDERS = ("<image>", "<video>", "<audio>")  # where LLaVA's kind of data has the thing itself put
 _INLINE_IMAGE = re.compile(r"data:image/[\w.+-]+;base64,[A-Za-z0-9+/]{100}")
 _NOT_UTF8 = re.compile("[\udc80-\udcff]")
+_INVISIBLE_CATEGORIES = frozenset(("Cc", "Cf", "Zl", "Zp", "Zs"))
+# what draws nothing though its category is a letter's, a mark's or a symbol's: Unicode's default ignorables
+# (joiners, fillers, variation selectors) and the Braille blank
+_BLANK = re.compile(
+    "[\u034f\u115f\u1160\u17b4\u17b5\u180b-\u180f\u2800\u3164\ufe00-\ufe0f\uffa0\U000e0000-\U000e0fff]"
+)
 
 
 class RowRefused(Exception):
@@ -97,7 +106,7 @@ class Conversation:
         try:
             return text.encode()
         except UnicodeEncodeError as fault:
-            before = text[max(0, fault.start - 20) : fault.start]
+            before = text[max(0, fault.start - 20) : fault.start].rpartition('"')[2]
             character = text[fault.start]
             if _NOT_UTF8.match(character):
                 byte = f"0x{ord(character) - 0xDC00:02x}"
@@ -197,10 +206,17 @@ def _normalise(row: Mapping[str, Any], policy: TurnPolicy) -> Normalised:
         found[0].insert(0, {"role": "system", "content": "\n\n".join(systems)})
     conversation = Conversation(tuple(tuple(turn) for turn in found), _tools(row), _digest_of_answers(rest))
     for text in conversation.texts():
-        if "data:image/" in text and _INLINE_IMAGE.search(text):
-            raise RowRefused("image", "a message holds an image written as base64 text")
+        _refuse_media(text)
     _ = conversation.canonical
     return Normalised(conversation, tuple(notes))
+
+
+def _refuse_media(text: str) -> None:
+    for mark in _PLACEHOLDERS:
+        if (text.startswith(mark) or text.endswith(mark)) and f"</{mark[1:]}" not in text:
+            raise RowRefused("image", f"a message has the placeholder {mark}; only text can be asked")
+    if "data:image/" in text and _INLINE_IMAGE.search(text):
+        raise RowRefused("image", "a message holds an image written as base64 text")
 
 
 def _digest_of_answers(messages: Sequence[Message]) -> str:
@@ -231,7 +247,7 @@ def _raw_messages(row: Mapping[str, Any]) -> list[Any]:
         return _questions(row["turns"])
     for column in TEXT_COLUMNS:
         value = row.get(column)
-        if isinstance(value, str) and value.strip():
+        if isinstance(value, str) and visible(value):
             return _alpaca(row, value) if column == "instruction" else [{"role": "user", "content": value}]
         if value not in (None, "", []) and not isinstance(value, str):
             raise RowRefused("not_text", f"its {column} is {_kind(value)}, not text")
@@ -255,7 +271,7 @@ def _alpaca(row: Mapping[str, Any], instruction: str) -> list[Any]:
     messages: list[Any] = []
     for pair in history:
         messages += [{"role": "user", "content": pair[0]}, {"role": "assistant", "content": pair[1]}]
-    text = "\n\n".join(part for part in (instruction.strip(), (given or "").strip()) if part)
+    text = "\n\n".join(part for part in (_trimmed(instruction), _trimmed(given or "")) if part)
     messages.append({"role": "user", "content": text})
     answer = row.get("output")
     return [*messages, {"role": "assistant", "content": answer}] if isinstance(answer, str) else messages
@@ -464,8 +480,13 @@ def _history(messages: Sequence[Message]) -> list[Message]:
 # --- words for a person
 
 
+def visible(text: str) -> bool:
+    """Whether ``text`` holds anything that a reader sees."""
+    return any(unicodedata.category(c) not in _INVISIBLE_CATEGORIES and not _BLANK.match(c) for c in text)
+
+
 def _trimmed(text: str) -> str:
-    return text.replace("\r\n", "\n").strip()
+    return text.replace("\r\n", "\n").strip() if visible(text) else ""
 
 
 def _kind(value: Any) -> str:

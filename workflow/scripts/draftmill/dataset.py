@@ -82,6 +82,8 @@ def dataset(
             ", ".join(f"{count:,} {split} rows" for split, count in contents.rows.items()),
             out_folder,
         )
+        if empty := contents.empty_validation():
+            log.warning("%s", empty)
     finally:
         shutil.rmtree(aside, ignore_errors=True)
 

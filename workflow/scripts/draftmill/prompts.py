@@ -176,7 +176,7 @@ def _values(path: Path, columns: Sequence[str] | None) -> Iterator[_Value]:
             yield from _arrow(path, columns)
             return
         file.seek(0)
-        stream = _unpacked(file, path, start)
+        stream = _in_utf8(_unpacked(file, path, start))
         suffixes = [s.lower() for s in path.suffixes]
         while suffixes and suffixes[-1] in PACKED_SUFFIXES:
             suffixes.pop()
@@ -250,14 +250,64 @@ class _Zstd(io.RawIOBase):
         return count
 
 
-def _unpacked(file: BinaryIO, path: Path, start: bytes) -> BinaryIO:
+def _unpacked(file: io.BufferedReader, path: Path, start: bytes) -> io.BufferedReader:
     if start[:2] == b"\x1f\x8b":
         packed: Any = gzip.GzipFile(fileobj=file)
     elif start[:4] == b"\x28\xb5\x2f\xfd":
         packed = _Zstd(file)
     else:
         return file
-    return cast(BinaryIO, io.BufferedReader(_Guarded(packed, path), CHUNK))
+    return io.BufferedReader(_Guarded(packed, path), CHUNK)
+
+
+class _Transcoded(io.RawIOBase):
+    """A text of another Unicode encoding as UTF-8."""
+
+    def __init__(self, stream: BinaryIO, encoding: str) -> None:
+        self._stream = stream
+        self._decoder = codecs.getincrementaldecoder(encoding)("surrogatepass")
+        self._ready = b""
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._ready:
+            data = self._stream.read(CHUNK)
+            self._ready = self._decoder.decode(data, not data).encode("utf-8", "surrogatepass")
+            if not data:
+                break
+        count = min(len(buffer), len(self._ready))
+        buffer[:count] = self._ready[:count]
+        self._ready = self._ready[count:]
+        return count
+
+
+def _in_utf8(stream: io.BufferedReader) -> BinaryIO:
+    """``stream``, transcoded where its first bytes are those of UTF-16 or UTF-32.
+
+    That is a byte order mark or, as JSON and headers begin with ASCII, the place of the NULs.
+    """
+    start = stream.peek(4)[:4]
+    nul = tuple(byte == 0 for byte in start)
+    if start[:4] in (codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE):
+        encoding = "utf-32"
+    elif start[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
+        encoding = "utf-16"
+    elif nul in _ENCODINGS:
+        encoding = _ENCODINGS[nul]
+    else:
+        return stream
+    return cast(BinaryIO, io.BufferedReader(_Transcoded(stream, encoding), CHUNK))
+
+
+_ENCODINGS = {
+    (False, True, False, True): "utf-16-le",
+    (True, False, True, False): "utf-16-be",
+    (False, True, True, True): "utf-32-le",
+    (True, True, True, False): "utf-32-be",
+}
+"""Which of the first four bytes are NUL, where they are ASCII characters without a byte order mark."""
 
 
 # --- JSON: lines, arrays, one object per file, or any mixture
@@ -296,10 +346,9 @@ class _Json:
     def values(self) -> Iterator[_Value]:
         in_array = False
         self._fill()
-        if self._text.startswith(("\ufeff", "\x00", "\udcff\udcfe", "\udcfe\udcff")):
-            if self._text[0] != "\ufeff" and "\x00" in self._text[:4]:
-                raise UserError(f"The prompt file {self._path} is UTF-16 or binary; convert it to UTF-8.")
-            self._at = 1 if self._text[0] == "\ufeff" else 0
+        if self._text.startswith("\x00"):
+            raise UserError(f"The prompt file {self._path} begins with NUL bytes: it is damaged or binary.")
+        self._at = int(self._text.startswith("\ufeff"))
         while self._skip(self._GAP if in_array else self._SPACE):
             opener = self._text[self._at]
             if in_array and opener == "]":
@@ -314,6 +363,8 @@ class _Json:
                 value = self._value(in_array)
             except _Fatal as fault:
                 yield _Fault(*fault.args)
+                if self._at == len(self._text) and self._ended:
+                    return  # what broke off took the end of its array along
                 continue
             if isinstance(value, list):
                 value = {"messages": value}
@@ -470,7 +521,7 @@ def _table(stream: BinaryIO, path: Path) -> Iterator[_Value]:
     try:
         header = next(reader, [])
     except csv.Error as fault:
-        raise UserError(f"The header of the prompt file {path} cannot be read: {fault}.") from fault
+        raise UserError(f"The header of the prompt file {path} cannot be read: {_told(fault)}.") from fault
     if len(set(header)) < len(header):
         raise UserError(f"A column of the prompt file {path} stands twice in its header; rename one.")
     while True:
@@ -480,7 +531,7 @@ def _table(stream: BinaryIO, path: Path) -> Iterator[_Value]:
         except StopIteration:
             return
         except csv.Error as fault:
-            yield _Fault("invalid_csv", f"line {line}: {fault}")
+            yield _Fault("invalid_csv", f"line {line}: {_told(fault)}")
             continue
         if lines.too_long:
             lines.too_long = False
@@ -491,6 +542,11 @@ def _table(stream: BinaryIO, path: Path) -> Iterator[_Value]:
             )
         elif fields:
             yield {name: field or None for name, field in zip(header, fields, strict=True)}
+
+
+def _told(fault: csv.Error) -> str:
+    """Without the advice to programmers behind it."""
+    return str(fault).partition(" - ")[0]
 
 
 class _Lines(Iterator[str]):

@@ -78,6 +78,7 @@ CHUNK_CHARACTERS = 1 << 20
 BATCH_CHARACTERS = 4 << 20
 WORTH_A_POOL_BYTES = 4 << 20
 MOST_WORKERS = 12  # reading and normalising feeds no more
+CONTROL_TOKENS = "control_tokens_in_text"
 LONGEST_TOKEN = 32  # bytes; a prompt whose tokens are longer on average is no text
 
 
@@ -115,6 +116,7 @@ class Prepared:
     thinking: bool
     max_tokens: int
     prompt_ids: bytes  # int32, native order
+    control_tokens: bool  # its text spells some
 
 
 @dataclass
@@ -191,6 +193,12 @@ def read_conversations(
             yield Candidate(
                 source.name, found.number, identity, conversation, content_hash, normal.notes, carried
             )
+
+
+def spells_control_tokens(conversation: Conversation, tokenizer: Tokenizer) -> bool:
+    """Whether a message spells a control token such as ``<|im_end|>``. It becomes that token, as it does in
+    every trainer that renders the chat and tokenises the text; so it is counted, and changed nowhere."""
+    return any(tokenizer.spells_special(m["content"]) for turn in conversation.turns for m in turn)
 
 
 def _system_prompts(setting: Any) -> list[tuple[float, str]]:
@@ -326,7 +334,8 @@ class Preparer:
                 "too_long",
                 f"its {len(ids)} prompt tokens and {wanted} exceed the context of {self._model.context_length}",
             )
-        return Prepared(thinking, max_tokens, array.array("i", ids).tobytes())
+        control_tokens = spells_control_tokens(candidate.conversation, self._tokenizer)
+        return Prepared(thinking, max_tokens, array.array("i", ids).tobytes(), control_tokens)
 
 
 def _batches(rendered: Sequence[tuple[int, str, bool]], most: int) -> Iterator[list[tuple[int, str, bool]]]:
@@ -493,6 +502,7 @@ def _shard_prompts(
                 accounts.notes["max_tokens_shortened"] += (
                     prepared.max_tokens < config["sampling"]["max_tokens"]
                 )
+                accounts.notes[CONTROL_TOKENS] += prepared.control_tokens
                 lengths.append(len(prepared.prompt_ids) // 4)
                 turns += len(candidate.conversation.turns)
                 spool.add(candidate, prepared)

@@ -52,6 +52,19 @@ class Tokenizer:
         added = self.backend.get_added_tokens_decoder()
         return frozenset(int(i) for i, token in added.items() if token.special)
 
+    def spells_special(self, text: str) -> bool:
+        """Whether ``text`` holds the spelling of a special token, which ``encode`` makes into that token."""
+        starts, spellings = self._special_spellings
+        return any(start in text for start in starts) and any(spelling in text for spelling in spellings)
+
+    @cached_property
+    def _special_spellings(self) -> tuple[frozenset[str], tuple[str, ...]]:
+        added = self.backend.get_added_tokens_decoder().values()
+        spellings = tuple(token.content for token in added if token.special and token.content)
+        return frozenset(
+            spelling[0] for spelling in spellings
+        ), spellings  # one character rules most texts out
+
     @property
     def vocab_size(self) -> int:
         return int(self.backend.get_vocab_size(with_added_tokens=True))

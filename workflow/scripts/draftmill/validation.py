@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from draftmill.answers import Answer
+from draftmill.conversations import visible
 from draftmill.loops import find_loop
 from draftmill.reasoning import State
 
@@ -72,7 +73,7 @@ def _action(kind: str, policy: Mapping[str, Any]) -> str:
 def _noticed(answer: Answer, policy: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
     tokens = len(answer.output_ids)
     state = answer.parts.state
-    blank = not answer.content.strip()
+    blank = not visible(answer.content)
     ended = answer.finish_reason == "stop"
     if not ended and answer.finish_reason != "length":
         yield "abort", f"finish_reason is {answer.finish_reason or 'missing'}"
@@ -81,7 +82,7 @@ def _noticed(answer: Answer, policy: Mapping[str, Any]) -> Iterable[tuple[str, s
     if answer.reasoning.strip() and blank and ended:
         yield "answer_in_reasoning", "the model stopped by itself with everything inside the reasoning"
     elif blank and state is not State.UNFINISHED:
-        yield "empty", "nothing but white space" if answer.content else "no text"
+        yield "empty", "nothing that can be seen" if answer.content else "no text"
     if state is State.BROKEN:
         yield "reasoning_broken", "reasoning tags that do not pair up"
     elif answer.parts.repair:

@@ -43,6 +43,8 @@ class LinesFile:
 def _line(row: dict[str, Any]) -> bytes:
     """One line of strict JSON, whatever a reader takes for the end of a line."""
     line = orjson.dumps(row, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_APPEND_NEWLINE)
+    if line.isascii():
+        return line
     for character, escape in LINE_BREAKS:
         line = line.replace(character, escape)
     return line
@@ -50,28 +52,24 @@ def _line(row: dict[str, Any]) -> bytes:
 
 def pretokenised(table: pa.Table) -> Iterator[dict[str, Any]]:
     """The training row: SpecForge and speculators find input_ids and loss_mask and use them as they are."""
-    plain = [name for name in JSONL_COLUMNS if name not in ("input_ids", "loss_mask", "conversations")]
-    rows = table.select(plain).to_pylist()
-    columns = (
-        rows,
-        list_rows(table["input_ids"]),
-        list_rows(table["loss_mask"]),
-        table["conversations"].to_pylist(),
-    )
-    for row, input_ids, loss_mask, conversation in zip(*columns, strict=True):
-        arrays = {"input_ids": input_ids, "loss_mask": loss_mask, "conversations": _filled(conversation)}
-        yield {name: arrays.get(name, row.get(name)) for name in JSONL_COLUMNS}
+    plain = [name for name in (*JSONL_COLUMNS, "carried") if name not in ("input_ids", "loss_mask")]
+    columns = table.select(plain).to_pylist(), list_rows(table["input_ids"]), list_rows(table["loss_mask"])
+    for row, input_ids, loss_mask in zip(*columns, strict=True):
+        conversation = _filled(row["conversations"])
+        row |= {"input_ids": input_ids, "loss_mask": loss_mask, "conversations": conversation}
+        yield {name: row[name] for name in JSONL_COLUMNS} | _carried(row)
 
 
 def conversations(table: pa.Table) -> Iterator[dict[str, Any]]:
-    """SpecForge's text path. It hands every other column to the chat template, so there is none."""
+    """SpecForge's text path. It hands every other column to the chat template, so there is none but the
+    user's own."""
     for row in _texts(table):
         yield {
             "id": row["id"],
             "status": row["status"],
             "conversations": _messages(row),
             "tools": row["tools"] or "[]",
-        }
+        } | _carried(row)
 
 
 def messages(table: pa.Table) -> Iterator[dict[str, Any]]:
@@ -82,7 +80,7 @@ def messages(table: pa.Table) -> Iterator[dict[str, Any]]:
             "primary_id": row["primary_id"],
             "messages": _messages(row),
             "tools": row["tools"] or "[]",
-        }
+        } | _carried(row)
 
 
 def text(table: pa.Table) -> Iterator[dict[str, Any]]:
@@ -92,9 +90,14 @@ def text(table: pa.Table) -> Iterator[dict[str, Any]]:
 
 def _texts(table: pa.Table) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = table.select(
-        ["id", "primary_id", "status", "conversations", "messages", "tools"]
+        ["id", "primary_id", "status", "conversations", "messages", "tools", "carried"]
     ).to_pylist()
     return rows
+
+
+def _carried(row: dict[str, Any]) -> dict[str, str]:
+    """The user's columns, which all rows of a run have or none."""
+    return {} if row["carried"] is None else {"carried": row["carried"]}
 
 
 def _messages(row: dict[str, Any]) -> list[dict[str, Any]]:
