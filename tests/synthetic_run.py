@@ -17,6 +17,7 @@ import pyarrow.parquet as pq
 from draftmill.rows import GENERATED
 
 START = 1_790_000_000.0
+CIRCUMSTANCES = {"engine": "sglang", "version": "0.5.23", "gpu": "NVIDIA H200", "model": "m1"}
 
 
 @dataclass(frozen=True)
@@ -350,7 +351,7 @@ def write_tuning(results: Path) -> None:
             "flags": flags,
             "model": {},
             "outcome": outcome,
-            "circumstances": "sglang 0.5.23",
+            "circumstances": CIRCUMSTANCES,
             "tok_s": rate,
             "error": rate / 100,
             "running": 44,
@@ -365,7 +366,7 @@ def write_tuning(results: Path) -> None:
     ]
     winner = {
         "flags": ["--disable-radix-cache"],
-        "circumstances": "sglang 0.5.23",
+        "circumstances": CIRCUMSTANCES,
         "reason": "radix cache off: 3253 tok/s, 2.27× the asked flags' 1436",
         "proposals": [
             "bf16 state ran at 3509 tok/s (1.08×) but changes the answers: set model.state_dtype: bfloat16"

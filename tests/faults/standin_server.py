@@ -7,9 +7,11 @@ beyond serving stands in the environment variable STANDIN, as JSON or as the nam
     seed        of every draw by probability (0)
     scale       how many times faster than the recorded GPU the clock runs (1.0)
     slots       effective max running requests (44); the flag --max-running-requests caps it
+    slots_without_radix  the same under --disable-radix-cache (slots)
     step_ms     [a, b]: one decode step of n running requests takes a + b*n ms
     prefill_ms  [c, d]: one prefill batch of m tokens takes c + d*m ms, and decoding waits for it
     start_s     seconds from the command to readiness, divided by scale
+    together    servers that are ready at the same moment: each waits until so many have been started (1)
     speed       {"2": 0.25}: the second start runs at a quarter of the pace
     lengths     {"median": …, "mean": …, "cap": …, "min": …} tokens of an answer: log-normal, cut at the cap
     context     longest prompt + answer, tokens (8192)
@@ -425,7 +427,10 @@ class Server:
         lengths = {("least" if k == "min" else k): v for k, v in spec.get("lengths", {}).items()}
         self.answers = Answers(self.vocabulary, Lengths(**lengths), spec.get("quality", {}))
         asked = flags.max_running_requests
-        slots = min(int(spec.get("slots", 44)), asked or sys.maxsize)
+        fitting = spec.get("slots", 44)
+        if flags.disable_radix_cache:
+            fitting = spec.get("slots_without_radix", fitting)
+        slots = min(int(fitting), asked or sys.maxsize)
         speed = float(spec.get("speed", {}).get(str(self.start), 1.0))
         step, prefill = spec.get("step_ms", STEP_MS), spec.get("prefill_ms", PREFILL_MS)
         self.pace = Pace(slots, (step[0], step[1]), (prefill[0], prefill[1]), speed)
@@ -508,6 +513,8 @@ class Server:
             self._say(STARTUP_TEXTS["port"].replace("PORT", str(self.flags.port)))
             os._exit(1)
         self._leave_children(listening)
+        while self.folder and len(list(self.folder.glob("start-*.json"))) < self.spec.get("together", 1):
+            await asyncio.sleep(0.02)
         late = self.fault("starts_late")
         await asyncio.sleep(
             (late.number("s", 600.0) if late else float(self.spec.get("start_s", 0.0))) / self.scale
@@ -603,7 +610,7 @@ class Server:
             return
         if fault and fault.kind == "html":
             page = b"<html><head><title>502 Bad Gateway</title></head><body>nginx</body></html>"
-            self._refuse(connection, rid, key, int(fault.spec.get("status", 200)), page, "text/html")
+            self._refuse(connection, rid, key, int(fault.spec.get("status", 200)), page, "html")
             return
         if fault and fault.kind == "empty":
             self._write("finish", rid=rid, key=key, status=0, fault="empty")
@@ -712,10 +719,10 @@ class Server:
         key: str,
         status: int,
         body: bytes,
-        kind: str = "application/json",
+        fault: str | None = None,
     ) -> None:
-        self._write("finish", rid=rid, key=key, status=status)
-        connection.send(status, body, kind)
+        self._write("finish", rid=rid, key=key, status=status, fault=fault)
+        connection.send(status, body, "text/html" if fault == "html" else "application/json")
 
     # ---- being looked at
 

@@ -1,6 +1,7 @@
 """The tuner's judgement, on made-up measurements."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,18 @@ from hypothesis import strategies as st
 
 from draftmill import config as settings
 from draftmill import tuning
-from draftmill.tuning import Measurement, Setting, adopted_flags, decide, enough, remaining, worth_trying
+from draftmill.tuning import (
+    Circumstances,
+    Measurement,
+    Setting,
+    adopted_flags,
+    decide,
+    enough,
+    remaining,
+    worth_trying,
+)
 
+HERE = Circumstances("sglang", "0.5.23", "H200", "a model")
 ASKED = Setting("as asked", ("--tp-size", "2"), 1.0)
 
 
@@ -25,7 +36,7 @@ def measured(what: Setting, tok_s: float, outcome: str = "measured", **more: Any
         what.flags,
         what.model,
         outcome,
-        "here",
+        HERE,
         tok_s=tok_s,
         expected_gain=what.expected_gain,
         **more,
@@ -46,8 +57,8 @@ def test_steady_rates_are_enough_after_six_windows() -> None:
 
 
 def test_shaky_rates_go_on_but_not_for_ever() -> None:
-    shaky = [800.0, 1200.0] * 9
-    assert enough(shaky[:17], 0.0) is None
+    shaky = [800.0, 1200.0] * (tuning.MOST_WINDOWS // 2)
+    assert enough(shaky[:-1], 0.0) is None
     assert enough(shaky, 0.0) == "measured"
 
 
@@ -171,17 +182,21 @@ def config_with(*flags: str) -> settings.Config:
     return settings.resolve({"operation": {"server": {"flags": list(flags)}}})
 
 
+def in_force(config: settings.Config, results: Path, gpu: str = HERE.gpu, model: str = HERE.model) -> object:
+    return adopted_flags(config, results, gpu, model)
+
+
 def test_measurements_survive_a_kill_and_other_circumstances_are_told_apart(tmp_path: Path) -> None:
     assert tuning.read_measurements(tmp_path) == []
     here = measured(setting("a", state_dtype="bfloat16"), 500, detail="é")
-    there = Measurement("b", ("--x",), {}, "measured", "elsewhere", tok_s=9.0)
+    there = Measurement("b", ("--x",), {}, "measured", replace(HERE, gpu="B200"), tok_s=9.0)
     tuning.keep(tmp_path, here)
     tuning.keep(tmp_path, there)
     path = tmp_path / "tuning" / "measurements.jsonl"
     with path.open("a") as file:
         file.write('{"name": "to')
     assert tuning.read_measurements(tmp_path) == [here, there]
-    assert tuning.read_measurements(tmp_path, "here") == [here]
+    assert tuning.read_measurements(tmp_path, HERE) == [here]
 
 
 def test_a_torn_line_takes_no_other_with_it(tmp_path: Path) -> None:
@@ -196,15 +211,17 @@ def test_a_torn_line_takes_no_other_with_it(tmp_path: Path) -> None:
 def test_the_winner_stands_in_for_exactly_the_flags_it_was_measured_against(tmp_path: Path) -> None:
     asked = Setting("as asked", ("--tp-size", "2"), 1.0)
     won = Setting("more", ("--tp-size", "2", "--more"), 1.3)
-    assert adopted_flags(config_with("--tp-size 2"), tmp_path) is None
+    assert in_force(config_with("--tp-size 2"), tmp_path) is None
     done = [measured(asked, 100), measured(won, 200)]
     for measurement in done:
         tuning.keep(tmp_path, measurement)
     tuning.adopt(tmp_path, decide(done, asked), asked)
-    assert adopted_flags(config_with("--tp-size 2"), tmp_path) == won.flags
-    assert adopted_flags(config_with("--tp-size", "2", "auto"), tmp_path) == won.flags
-    assert adopted_flags(config_with(), tmp_path) is None
-    assert adopted_flags(config_with("--tp-size 4"), tmp_path) is None
+    assert in_force(config_with("--tp-size 2"), tmp_path) == won.flags
+    assert in_force(config_with("--tp-size", "2", "auto"), tmp_path) == won.flags
+    assert in_force(config_with(), tmp_path) is None
+    assert in_force(config_with("--tp-size 4"), tmp_path) is None
+    assert in_force(config_with("--tp-size 2"), tmp_path, gpu="B200") is None
+    assert in_force(config_with("--tp-size 2"), tmp_path, model="another") is None
     winner = json.loads((tmp_path / "tuning" / "winner.json").read_text())
     assert winner["tok_s"] == 200 and winner["asked_tok_s"] == 100
     assert sorted(path.name for path in (tmp_path / "tuning").iterdir()) == [
@@ -216,4 +233,4 @@ def test_the_winner_stands_in_for_exactly_the_flags_it_was_measured_against(tmp_
 def test_where_nothing_could_be_measured_the_asked_flags_are_kept_as_the_tuned_ones(tmp_path: Path) -> None:
     """So that the next server does not tune again."""
     tuning.adopt(tmp_path, decide([], ASKED), ASKED)
-    assert adopted_flags(config_with("--tp-size 2"), tmp_path) == ASKED.flags
+    assert in_force(config_with("--tp-size 2"), tmp_path) == ASKED.flags

@@ -172,7 +172,7 @@ def _balanced(
     kv = kept_tokens(workload, base.conservativeness) * have.kv_bytes_per_token
     state = have.state_bytes_per_slot * (have.slots_per_request or 1)
     running = int(have.pool_bytes / (kv + state))
-    if running <= 0 or abs(running - have.running) <= 0.02 * have.running:
+    if running <= 0 or abs(running - have.running) <= 0.05 * have.running:
         return
     cleared = read_flags(without_settings(base.asked, ["mamba_ratio", "max_running", "max_mamba_cache"]))
     if not base.radix_cache:

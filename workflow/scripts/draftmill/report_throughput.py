@@ -269,9 +269,9 @@ def tuning(run: Run) -> Page:
             )
         ]
     # Measurements of another card, version or model do not compare with these.
-    shown = text(winner, "circumstances") or text(measured[-1], "circumstances")
+    shown = winner.get("circumstances") or measured[-1].get("circumstances")
     rows = sorted(
-        (one for one in measured if text(one, "circumstances") == shown),
+        (one for one in measured if one.get("circumstances") == shown),
         key=lambda one: -number(one, "tok_s"),
     )
     bars, lines = [], []

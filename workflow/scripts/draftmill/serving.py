@@ -61,7 +61,7 @@ def server_spec(
     name = engine_name(operation, model)
     flags = settings.server_flags(config).words if trial is None else tuple(trial["flags"])
     if trial is None:
-        flags = tuning.adopted_flags(config, results) or flags
+        flags = tuning.adopted_flags(config, results, slot.gpu_name, model.identity) or flags
     return engines.ServerSpec(
         engine=name,
         model_path=model.path,
@@ -70,7 +70,7 @@ def server_spec(
         flags=flags,
         capacity=server["capacity"],
         threads=server["threads"] or max(1, (os.cpu_count() or 1) // max(1, len(slots(operation)))),
-        gpus=tuple(gpu.uuid for gpu in slot.gpus),
+        gpus=tuple(gpu.device for gpu in slot.gpus),
         env=_environment(server),
     )
 

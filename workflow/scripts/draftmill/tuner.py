@@ -24,8 +24,9 @@ import requests
 
 from draftmill import bottleneck, candidates, capacity, engines, serving, tuning
 from draftmill import config as settings
-from draftmill.answering import LEASE, Asker, end_with_owner
+from draftmill.answering import LEASE, Asker
 from draftmill.architecture import read_architecture
+from draftmill.cures import Engine
 from draftmill.engines import Refused, Transient
 from draftmill.errors import UserError
 from draftmill.fleet import processes
@@ -35,7 +36,7 @@ from draftmill.fleet.slots import Slot, slots
 from draftmill.generation import Shard, Turn
 from draftmill.gpus import find_gpu
 from draftmill.journal import Journal, Writer
-from draftmill.server_flags import read_flags
+from draftmill.server_flags import ServerFlags, read_flags
 from draftmill.telemetry import Sample, parse_prometheus
 from draftmill.tuning import Measurement, Setting
 
@@ -94,13 +95,16 @@ class _Tuner:
         )
         self._journal = Journal(results / "journal")
         self._writer = Writer(results / "journal")
+        self._prompts = json.loads((results / "prompts.json").read_text())
         self._numerics: dict[str, _Numerics] = {}
         self._lock = threading.Lock()
         self._deadline = time.monotonic() + config["operation"]["tune"]["budget_s"]
         self._asked = Setting("as asked", settings.server_flags(config).words, 1.0)
         self._candidates: list[Setting] = [self._asked]
+        self._begun = False
         self._started: list[Setting] = []
-        self._circumstances: str | None = None
+        self._circumstances: tuning.Circumstances | None = None
+        self._known = bottleneck.UNKNOWN_ENGINE
         self._planned = threading.Event()
         self._faults: list[Exception] = []
 
@@ -108,7 +112,6 @@ class _Tuner:
         all_slots = slots(self._config["operation"])
         if any(slot.address for slot in all_slots):
             raise UserError("Tuning starts servers itself; it cannot tune the servers of operation.attach.")
-        end_with_owner(self._fleet.owner)
         with self._leases(len(all_slots)):
             workers = [
                 threading.Thread(target=self._work, args=(slot,), name=slot.name) for slot in all_slots
@@ -170,12 +173,11 @@ class _Tuner:
     def _next(self, bench: _Bench) -> Setting | None:
         """The setting to measure next; the first one, as asked, also tells the version and so the candidates."""
         with self._lock:
-            first = not self._started
-            if first:
-                self._started.append(self._asked)
+            first, self._begun = not self._begun, True
         if first:
             facts = bench.start(self._asked, self._config["operation"]["server"]["start_timeout_s"])
             self._plan(bench.slot, facts)
+            self._started.append(self._asked)
             self._planned.set()
             done = tuning.read_measurements(self._results, self._circumstances)
             if not any(m.of(self._asked) for m in done):
@@ -194,28 +196,40 @@ class _Tuner:
     def _plan(self, slot: Slot, facts: dict[str, Any]) -> None:
         """What to try, by the capacity model; logs its table of expectations."""
         shard = self._shard({})
-        gpu = slot.gpus[0].name if slot.gpus else "cpu"
-        self._circumstances = json.dumps([facts["engine"], facts["version"], gpu, shard.model.identity])
-        card = find_gpu(gpu, slot.gpus[0].memory_bytes) if slot.gpus else None
+        self._circumstances = tuning.Circumstances(
+            facts["engine"], str(facts["version"]), slot.gpu_name, shard.model.identity
+        )
+        card = find_gpu(slot.gpu_name, slot.gpus[0].memory_bytes) if slot.gpus else None
+        if facts["engine"] != "sglang":
+            self._known = Engine(kind="llamacpp")
         if card is None or shard.model.config is None or facts["engine"] != "sglang":
             log.warning(
-                "no capacity model for %s on %s: only the asked flags are measured", facts["engine"], gpu
+                "no capacity model for %s on %s: only the asked flags are measured",
+                facts["engine"],
+                slot.gpu_name,
             )
             return
-        own = engines.load("sglang").numerics_flags(self._config["model"])
-        parallel = ("--tp-size", str(len(slot.gpus))) if len(slot.gpus) > 1 else ()
-        asked = read_flags([*own, *parallel, *self._asked.flags])
+        self._known = Engine(
+            dialect=serving.dialect_of(str(facts["version"]), self._config["operation"]["server"]),
+            architecture=read_architecture(shard.model.config),
+            gpu=card,
+            gpu_memory_bytes=slot.gpus[0].memory_bytes,
+        )
+        assert self._known.architecture is not None
         found = candidates.candidates(
-            read_architecture(shard.model.config),
+            self._known.architecture,
             card,
-            asked,
+            self._all_flags(slot, self._asked),
             self._workload(),
-            serving.dialect_of(str(facts["version"]), self._config["operation"]["server"]),
+            self._known.dialect,
             allow_state_dtype=self._config["operation"]["tune"]["allow_state_dtype"],
             gpu_memory_bytes=slot.gpus[0].memory_bytes,
         )
         log.info("expected, before measuring:\n%s", candidates.table(found))
-        fixed = {*own, *parallel}
+        self._asked = self._candidates[0] = replace(
+            self._asked, expected_capacity=found[0].capacity.max_running
+        )
+        fixed = set(self._given_flags(slot, {}))
         for candidate in found[1:MOST_CANDIDATES]:
             flags = list(candidate.flags.asked)
             model: dict[str, Any] = {}
@@ -223,14 +237,22 @@ class _Tuner:
                 model = {"state_dtype": candidate.flags.state_dtype}
                 at = flags.index("--mamba-ssm-dtype")
                 del flags[at : at + 2]
+            kept = tuple(_without(flags, fixed))
             self._candidates.append(
-                Setting(candidate.name, tuple(_without(flags, fixed)), candidate.gain, model)
+                Setting(candidate.name, kept, candidate.gain, model, candidate.capacity.max_running)
             )
+
+    def _given_flags(self, slot: Slot, model: dict[str, Any]) -> tuple[str, ...]:
+        """The flags that the model block and the slot give, whatever the setting."""
+        parallel = ("--tp-size", str(len(slot.gpus))) if len(slot.gpus) > 1 else ()
+        return *engines.load("sglang").numerics_flags({**self._config["model"], **model}), *parallel
+
+    def _all_flags(self, slot: Slot, setting: Setting) -> ServerFlags:
+        return read_flags([*self._given_flags(slot, setting.model), *setting.flags])
 
     def _workload(self) -> capacity.Workload:
         """The run's mean lengths: prompts as sharded; answers as in the journal, else half of max_tokens."""
-        prompts = json.loads((self._results / "prompts.json").read_text())
-        mean_prompt = prompts["prompt_tokens"]["sum"] / max(1, prompts["usable"])
+        mean_prompt = self._prompts["prompt_tokens"]["sum"] / max(1, self._prompts["usable"])
         most = self._config["sampling"]["max_tokens"]
         lengths = [
             len(record.get("output_ids", ()))
@@ -253,9 +275,10 @@ class _Tuner:
             return self._numerics[name]
 
     def _measure(self, bench: _Bench, setting: Setting) -> Measurement:
+        assert self._circumstances is not None, "the first setting's server has told them"
         measurement = Measurement(
-            setting.name, setting.flags, setting.model, "failed", self._circumstances or "",
-            expected_gain=setting.expected_gain, measured_at=time.time(),
+            setting.name, setting.flags, setting.model, "failed", self._circumstances,
+            expected_gain=setting.expected_gain, expected_capacity=setting.expected_capacity, measured_at=time.time(),
         )  # fmt: skip
         try:
             facts = bench.start(setting, self._config["operation"]["server"]["start_timeout_s"])
@@ -264,7 +287,11 @@ class _Tuner:
         with self._lock:
             done = tuning.read_measurements(self._results, self._circumstances)
         best = max((m.tok_s for m in done if m.outcome == "measured"), default=0.0)
-        load = _Load(self._turns(setting), bench.server(facts), facts["capacity"] + facts["queue_depth"])
+        engine = self._known
+        if engine.architecture is not None:
+            engine = replace(engine, flags=self._all_flags(bench.slot, setting))
+        at_once = facts["capacity"] + facts["queue_depth"]
+        load = _Load(self._turns(setting), bench.server(facts), at_once, self._prompts["turns"], engine)
         return load.measure(measurement, facts["capacity"], best, bench.key)
 
 
@@ -307,7 +334,7 @@ class _Bench:
         trial = {"flags": list(setting.flags), "model": setting.model}
         self._send({"trial": trial})
         self._connection.settimeout(timeout_s + 300)
-        for line in self._lines:
+        while line := self._line():
             message = json.loads(line)
             if "trial_failed" in message:
                 raise _StartFailed(message["trial_failed"])
@@ -317,6 +344,12 @@ class _Bench:
             if facts.get("state") == "given_up":
                 raise _StartFailed(str(facts["error"]))
         raise _StartFailed("its supervisor is gone")
+
+    def _line(self) -> str:
+        try:
+            return self._lines.readline()
+        except TimeoutError as fault:
+            raise _StartFailed("its supervisor said nothing for too long") from fault
 
     def server(self, facts: dict[str, Any]) -> Server:
         return Server(
@@ -330,8 +363,10 @@ class _Bench:
 class _Load:
     """Keeps so many turns running on one server, and takes its rate."""
 
-    def __init__(self, turns: _Numerics, server: Server, at_once: int) -> None:
+    def __init__(self, turns: _Numerics, server: Server, at_once: int, wanted: int, known: Engine) -> None:
         self._turns, self._server, self._at_once = turns, server, at_once
+        self._wanted = wanted  # turns of the whole run: more would run if they could
+        self._known = known
         self._stop = threading.Event()
         self._lock = threading.Lock()
         self._answers = self._rejected = self._tokens = 0
@@ -352,7 +387,7 @@ class _Load:
                 page = engine.metrics(self._server.address, key)
             except requests.RequestException:
                 continue
-            sample = replace(parse_prometheus(page, time.time()), capacity=capacity_, wanted=self._at_once)
+            sample = replace(parse_prometheus(page, time.time()), capacity=capacity_, wanted=self._wanted)
             samples.append(sample)
             if steady_from is None and self._settled(samples, capacity_, time.monotonic() - began):
                 steady_from = sample.t
@@ -411,14 +446,13 @@ class _Load:
                 else "too few turns are left to measure with"
             )
             return replace(measurement, detail=why, capacity=capacity_)
-        mean = sum(rates) / len(rates)
-        spread = (sum((rate - mean) ** 2 for rate in rates) / max(1, len(rates) - 1)) ** 0.5
-        diagnosis = bottleneck.diagnose(steady)
+        mean, error = tuning.mean_and_error(rates)
+        diagnosis = bottleneck.diagnose(steady, self._known)
         return replace(
             measurement,
             outcome=outcome or "measured",
             tok_s=mean,
-            error=spread / len(rates) ** 0.5,
+            error=error,
             seconds=steady[-1].t - steady[0].t,
             running=sum(s.running or 0 for s in steady) / len(steady),
             capacity=capacity_,
@@ -466,10 +500,14 @@ def _without(flags: list[str], fixed: set[str]) -> list[str]:
 
 def table(done: list[Measurement]) -> list[str]:
     """The measurements as lines of text, best first."""
-    head = f"{'setting':<60} {'outcome':<9} {'tok/s':>8} {'±':>6} {'running':>8} {'cap':>5} {'expected':>8}  what binds"
+    head = (
+        f"{'setting':<60} {'outcome':<9} {'tok/s':>8} {'±':>6} {'running':>8} {'cap':>5} {'expected':>8} "
+        f"{'gain':>7} {'expected':>8}  what binds"
+    )
+    base = next((m.tok_s for m in done if m.expected_gain == 1.0 and m.tok_s), None)
     rows = [
         f"{m.name[:60]:<60} {m.outcome:<9} {m.tok_s:>8.0f} {m.error:>6.0f} {m.running:>8.0f} {m.capacity:>5} "
-        f"{m.expected_gain:>7.2f}×  {m.verdict or m.detail.partition(chr(10))[0][:80]}"
+        f"{m.expected_capacity:>8} {m.tok_s / base if base else 0:>6.2f}× {m.expected_gain:>7.2f}×  {m.verdict or m.detail.partition(chr(10))[0][:80]}"
         for m in sorted(done, key=lambda m: -m.tok_s)
     ]
     return [head, *rows]

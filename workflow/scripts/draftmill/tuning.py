@@ -18,7 +18,7 @@ from draftmill.aside import write_aside
 
 FOLDER = "tuning"
 WINDOW_S = 5.0
-FEWEST_WINDOWS, MOST_WINDOWS = 6, 18
+FEWEST_WINDOWS, MOST_WINDOWS = 6, 12
 GOOD_ERROR = 0.015  # standard error of the mean rate, as a share of it
 BEATEN = 0.85  # a setting whose rate stays below this share of the best one's is not measured to the end
 WORTH = 1.02  # a setting must be this much better than what was asked to replace it
@@ -33,10 +33,21 @@ class Setting:
     flags: tuple[str, ...]
     expected_gain: float
     model: dict[str, Any] = field(default_factory=dict)
+    expected_capacity: int = 0  # running requests, by the capacity model
 
     @property
     def changes_answers(self) -> bool:
         return bool(self.model)
+
+
+@dataclass(frozen=True)
+class Circumstances:
+    """Where a measurement holds; those of other circumstances do not compare."""
+
+    engine: str
+    version: str
+    gpu: str
+    model: str  # its identity
 
 
 @dataclass(frozen=True)
@@ -47,7 +58,7 @@ class Measurement:
     flags: tuple[str, ...]
     model: dict[str, Any]
     outcome: str
-    circumstances: str  # engine version, GPU and numerics: measurements of others do not compare
+    circumstances: Circumstances
     tok_s: float = 0.0
     error: float = 0.0  # standard error of tok_s
     seconds: float = 0.0
@@ -59,6 +70,7 @@ class Measurement:
     verdict: str = ""  # what bound it
     evidence: str = ""
     expected_gain: float = 1.0
+    expected_capacity: int = 0
     detail: str = ""
     measured_at: float = 0.0
 
@@ -70,13 +82,18 @@ def enough(rates: Sequence[float], best: float) -> str | None:
     """``measured`` or ``beaten`` once the rates of the windows so far (tok/s) decide it; None to go on."""
     if len(rates) < FEWEST_WINDOWS // 2:
         return None
-    mean = statistics.fmean(rates)
-    error = statistics.stdev(rates) / math.sqrt(len(rates))
+    mean, error = mean_and_error(rates)
     if best and mean + 3 * error < BEATEN * best:
         return "beaten"
     if len(rates) < FEWEST_WINDOWS:
         return None
     return "measured" if error <= GOOD_ERROR * mean or len(rates) >= MOST_WINDOWS else None
+
+
+def mean_and_error(rates: Sequence[float]) -> tuple[float, float]:
+    """The mean of the windows' rates and its standard error; of one window alone the error is not known: 0."""
+    spread = statistics.stdev(rates) if len(rates) > 1 else 0.0
+    return statistics.fmean(rates), spread / math.sqrt(len(rates))
 
 
 def remaining(candidates: Sequence[Setting], done: Sequence[Measurement]) -> list[Setting]:
@@ -140,7 +157,7 @@ def _worse_answers(measurement: Measurement, base: Measurement | None) -> bool:
 # --- the files
 
 
-def read_measurements(results: Path, circumstances: str | None = None) -> list[Measurement]:
+def read_measurements(results: Path, circumstances: Circumstances | None = None) -> list[Measurement]:
     """Everything measured over these results, or under these circumstances only."""
     path = results / FOLDER / "measurements.jsonl"
     if not path.exists():
@@ -151,7 +168,8 @@ def read_measurements(results: Path, circumstances: str | None = None) -> list[M
             value = json.loads(line)
         except ValueError:
             continue  # torn by a kill
-        found.append(Measurement(**{**value, "flags": tuple(value["flags"])}))
+        value |= {"flags": tuple(value["flags"]), "circumstances": Circumstances(**value["circumstances"])}
+        found.append(Measurement(**value))
     return [m for m in found if circumstances in (None, m.circumstances)]
 
 
@@ -175,19 +193,25 @@ def adopt(results: Path, decision: Decision, asked: Setting) -> None:
         "name": adopted.name if adopted else asked.name,
         "tok_s": adopted.tok_s if adopted else None,
         "asked_tok_s": decision.asked.tok_s if decision.asked else None,
-        "circumstances": adopted.circumstances if adopted else None,
+        "circumstances": asdict(adopted.circumstances) if adopted else None,
         "reason": decision.reason,
         "proposals": list(decision.proposals),
     }
     write_aside(path, json.dumps(facts, indent=1))
 
 
-def adopted_flags(config: settings.Config, results: Path) -> tuple[str, ...] | None:
-    """The tuned flags that stand in for the configured ones; None where nothing was tuned for those."""
+def adopted_flags(
+    config: settings.Config, results: Path, gpu: str, model_identity: str
+) -> tuple[str, ...] | None:
+    """The tuned flags that stand in for the configured ones; None where nothing was tuned for those flags,
+    this GPU (its name) and this model. Another version of the engine keeps them: tune again after a change of it."""
     path = results / FOLDER / "winner.json"
     if not path.exists():
         return None
     winner = json.loads(path.read_text(encoding="utf-8"))
     if tuple(winner["asked"]) != settings.server_flags(config).words:
+        return None
+    where = winner["circumstances"]
+    if where is not None and (where["gpu"], where["model"]) != (gpu, model_identity):
         return None
     return tuple(winner["flags"])

@@ -12,7 +12,6 @@ import os
 import secrets
 import shutil
 import socket
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,9 +21,11 @@ from draftmill.fleet.processes import Process
 
 
 def user_folder() -> Path:
-    """The host-wide folder of this user's locks, mode 700 (DRAFTMILL_RUNTIME_DIR moves it)."""
-    default = Path(tempfile.gettempdir()) / f"draftmill-{os.getuid()}"
-    folder = Path(os.environ.get("DRAFTMILL_RUNTIME_DIR", default))
+    """The host-wide folder of this user's locks, mode 700 (DRAFTMILL_RUNTIME_DIR moves it).
+
+    Not below TMPDIR: two runs must meet here whatever theirs are, lest they take the same GPU or port.
+    """
+    folder = Path(os.environ.get("DRAFTMILL_RUNTIME_DIR", f"/tmp/draftmill-{os.getuid()}"))
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as fault:

@@ -1,18 +1,21 @@
 """Which GPUs this process may use, and how they are divided into slots of one server each.
 
-A GPU is named by its UUID and never by its index: two allocations on one host may both call theirs 0.
+A GPU is named by its UUID and never by its index: two allocations on one host may both call theirs 0. Where no
+driver tells UUIDs (in many containers), a Slurm allocation's GPU is named by its number on its host.
 """
 
 from __future__ import annotations
 
 import csv
 import os
+import socket
 import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 
 from draftmill.errors import UserError
+from draftmill.fleet import allocation
 
 
 @dataclass(frozen=True)
@@ -22,6 +25,12 @@ class Gpu:
     uuid: str
     name: str
     memory_bytes: int
+    index: str | None = None  # CUDA's name for it in this process, where that is not the UUID
+
+    @property
+    def device(self) -> str:
+        """What CUDA_VISIBLE_DEVICES calls it."""
+        return self.index or self.uuid
 
 
 @dataclass(frozen=True)
@@ -31,6 +40,11 @@ class Slot:
     name: str
     gpus: tuple[Gpu, ...] = ()
     address: str | None = None  # of a server that somebody else runs (engine: attach)
+
+    @property
+    def gpu_name(self) -> str:
+        """The GPUs' model name, ``cpu`` without any."""
+        return self.gpus[0].name if self.gpus else "cpu"
 
 
 @cache
@@ -103,6 +117,14 @@ def _named(entry: str, installed: Sequence[tuple[Gpu, tuple[str, ...]]]) -> Gpu 
     return None
 
 
+def allocated_gpus(environment: Mapping[str, str]) -> tuple[Gpu, ...]:
+    """The GPUs of a Slurm allocation, by their numbers on this host."""
+    host = socket.gethostname()
+    return tuple(
+        Gpu(f"GPU-{number}-{host}", "GPU", 0, device) for number, device in allocation.gpus(environment)
+    )
+
+
 def slots(operation: Mapping[str, object], environment: Mapping[str, str] = os.environ) -> tuple[Slot, ...]:
     """The slots of this host for the config's ``operation`` block.
 
@@ -113,7 +135,8 @@ def slots(operation: Mapping[str, object], environment: Mapping[str, str] = os.e
     if operation["engine"] == "attach":
         assert isinstance(urls, list)
         return tuple(Slot(f"attached{i}", address=url.rstrip("/")) for i, url in enumerate(urls))
-    gpus = visible_gpus(environment, installed_gpus())
+    installed = installed_gpus()
+    gpus = visible_gpus(environment, installed) if installed else allocated_gpus(environment)
     size = operation["gpus_per_server"]
     assert isinstance(size, int)
     if gpus and len(gpus) < size:
@@ -126,7 +149,9 @@ def slots(operation: Mapping[str, object], environment: Mapping[str, str] = os.e
         return tuple(Slot(_slot_name(group), tuple(group)) for group in groups)
     servers = operation["cpu_servers"]
     assert isinstance(servers, int)
-    return tuple(Slot(f"cpu{i}") for i in range(servers))
+    name = allocation.job(environment)
+    owner = "" if name is None else f"job{name}-"  # allocations on one host have a cpu0 each
+    return tuple(Slot(f"{owner}cpu{i}") for i in range(servers))
 
 
 def _slot_name(group: Sequence[Gpu]) -> str:

@@ -4,7 +4,8 @@ starts it again when it dies, and ends with the Snakemake process that owns the 
 A detached process, one a slot. It speaks lines of JSON over a Unix socket:
 
     from a lease or client   {"hello": {"role", "name", "order"}}, then a client's
-                             {"want", "seen", "returned", "alone"} (counts that only grow, but want)
+                             {"want", "seen", "returned", "answered", "failed", "alone"} (counts that only
+                             grow, but want; a permit comes back answered, failed or unused)
     to everybody             {"server": {...}} when something changed, {"down": epoch, "reason": …}
     to a client              {"granted": n, "epoch": epoch, "alone": bool}
     from the tuner           {"trial": {"flags": […], "model": {…}}}: serve with these instead, nobody but the
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import json
 import logging
 import os
@@ -32,7 +34,7 @@ from typing import Any
 
 import requests
 
-from draftmill import engines, serving
+from draftmill import engines, logs, serving
 from draftmill.aside import write_aside
 from draftmill.errors import UserError
 from draftmill.fleet import ports, processes
@@ -46,7 +48,13 @@ KEEPER = Path(__file__).with_name("keeper.py")
 GRACE_S = 3.0  # from SIGTERM to SIGKILL; with the rest it stays well inside the 10 s after a run's end
 BACK_OFF_S = (1, 2, 4, 8, 16, 30, 60)
 TAIL_LINES = 15
+PORT_TAKEN = os.strerror(errno.EADDRINUSE).lower()  # in a server's log; the next start takes another block
 ATTACH_S = 30  # a server that somebody else runs is there or not
+USELESS_AFTER = 6  # turns in a row that came to nothing: such a server is not idle, though it holds none
+OF_AN_ENGINE = (
+    "engine", "version", "capacity", "model", "flags", "server_flags", "asked_capacity", "state_slots", "kv_tokens",
+    "startups", "restarts",
+)  # fmt: skip
 # Snakemake sets these to the lease's threads, which are none; a server is told its own by operation.server.env.
 THREAD_VARIABLES = frozenset(
     f"{library}_NUM_THREADS" for library in ("OMP", "GOTO", "OPENBLAS", "MKL", "NUMEXPR")
@@ -71,6 +79,8 @@ class _GivenUp(Exception):
 class _Connection:
     writer: asyncio.StreamWriter
     role: str = "client"
+    answered: int = 0  # turns, as its client counts them
+    failed: int = 0
 
     def send(self, message: dict[str, Any]) -> None:
         if not self.writer.is_closing():
@@ -79,14 +89,15 @@ class _Connection:
 
 @dataclass
 class _Progress:
-    """The last moment at which the server was seen to work."""
+    """The last moment at which the server was seen to work, and the turns that have failed since."""
 
     counters: tuple[Any, ...] = ()
     at: float = field(default_factory=time.monotonic)
+    failed: int = 0
 
     def note(self, *counters: Any) -> None:
         if counters != self.counters:
-            self.counters, self.at = counters, time.monotonic()
+            self.counters, self.at, self.failed = counters, time.monotonic(), 0
 
 
 class Supervisor:
@@ -100,6 +111,7 @@ class Supervisor:
         self.connections: dict[int, _Connection] = {}
         self.demand = asyncio.Event()
         self.trial: dict[str, Any] | None = None  # the tuner's setting, while there is a tuner
+        self.started_with: dict[str, Any] | None = None  # the one the present server was started with
         self.changed = asyncio.Event()
         self.ending = asyncio.Event()
         self.engine: engines.Engine | None = None
@@ -108,8 +120,8 @@ class Supervisor:
         self.key = ""
         self.address: str | None = None
         self.epoch = 0
-        self.failures = 0  # starts in a row that finished nothing
-        self.answers = 0  # permits that came back while the server lived: answers, mostly
+        self.failures = 0  # starts in a row that answered nothing
+        self.answers = 0
         self.answers_at_start = 0
         self.last_cause = ""
         self.was_ready = False
@@ -123,6 +135,9 @@ class Supervisor:
         self.error: str | None = None
         self.startups: list[dict[str, Any]] = []
         self.telemetry_file = fleet.telemetry(slot.name)
+        self.before: dict[str, Any] = {}  # what the slot's supervisor before this one published
+        with contextlib.suppress(OSError, ValueError):
+            self.before = json.loads(fleet.state(slot.name).read_text(encoding="utf-8"))
 
     # --- its life
 
@@ -142,7 +157,7 @@ class Supervisor:
         for task in (life, watch, telemetry):
             task.cancel()
         await asyncio.gather(life, watch, telemetry, return_exceptions=True)
-        self._end_engine()
+        self._end_engine()  # and an SGLang that is still being asked for its flags
         self._close_startup("stopped")
         if self.state != "given_up":
             self._become("stopped")
@@ -183,6 +198,8 @@ class Supervisor:
                             await self._recover(str(reason))
                             continue
                         await self._put_away(str(reason))
+                        if PORT_TAKEN in str(reason).lower():  # that says nothing of the setting
+                            continue
                         self._tell({"trial_failed": str(reason)})
                         await self.changed.wait()
         except (_GivenUp, UserError) as reason:
@@ -216,6 +233,7 @@ class Supervisor:
         """One start of the engine, until it is down."""
         self.epoch += 1
         self.facts = None  # those of the start before stay known until here
+        self.answers_at_start = self.answers
         if self.slot.address is None:
             await self._start()
         else:
@@ -226,7 +244,6 @@ class Supervisor:
         assert self.facts is not None
         self.was_ready = True
         self.startups[-1]["ready_at"] = time.time()
-        self.answers_at_start = self.answers
         fixed = self.operation["client"]["concurrency"]
         at_once = fixed or self.facts.capacity + self._queue_depth(self.facts.capacity)
         log.info(
@@ -248,8 +265,12 @@ class Supervisor:
         return asked if asked is not None else max(2, capacity // 8)
 
     async def _start(self) -> None:
+        self.started_with = self.trial
         self._become("starting")
-        self.spec = serving.server_spec(self.config, self.fleet.results, self.slot, self.trial)
+        # In threads, since both may ask slow programs: the end of the run must not wait for them.
+        self.spec = await asyncio.to_thread(
+            serving.server_spec, self.config, self.fleet.results, self.slot, self.started_with
+        )
         self.engine = engines.load(self.spec.engine)
         key_file = self.fleet.key_file()
         self.key = key_file.read_text()
@@ -260,7 +281,7 @@ class Supervisor:
             self._open_startup()
             folder = self.fleet.runtime / self.slot.name
             folder.mkdir(mode=0o700, exist_ok=True)
-            launch = self.engine.launch(self.spec, port, key_file, folder)
+            launch = await asyncio.to_thread(self.engine.launch, self.spec, port, key_file, folder)
             self.address = f"http://127.0.0.1:{port}"
             self.keeper = self._spawn(launch, key_file)
             log.info("start %d: %s", self.epoch, " ".join(launch.argv))
@@ -284,14 +305,9 @@ class Supervisor:
         with server_log.open("ab") as file:
             file.write(f"\n=== start {self.epoch} at {time.strftime('%Y-%m-%d %H:%M:%S')}\n".encode())
         inherited = {name: value for name, value in os.environ.items() if name not in THREAD_VARIABLES}
-        environment = {
-            **inherited,
-            **launch.env,
-            **self.spec.env,
-            SLOT_VARIABLE: self.fleet.mark(self.slot.name),
-        }
+        environment = {**inherited, **launch.env, **self.spec.env}
         if self.slot.gpus:
-            environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpu.uuid for gpu in self.slot.gpus)
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpu.device for gpu in self.slot.gpus)
         head = [sys.executable, "-P", str(KEEPER), "--parent", str(os.getpid()), "--log", str(server_log)]
         head += ["--redact", str(key_file), "--grace", str(GRACE_S), "--"]
         return subprocess.Popen(
@@ -307,7 +323,7 @@ class Supervisor:
         deadline = time.monotonic() + patience
         while True:
             if keeper is not None and keeper.poll() is not None:
-                raise _Down(self._start_failure(f"ended with exit code {keeper.returncode} while starting"))
+                raise _Down(self._with_log(f"ended with exit code {keeper.returncode} while starting"))
             if self.engine is None:
                 self.engine = await asyncio.to_thread(serving.dialect, self.address, self.key)
             if self.engine is not None:
@@ -317,12 +333,12 @@ class Supervisor:
                 if self.facts is not None:
                     return
                 if keeper is not None and self.engine.start_failed(self._log_tail()):
-                    raise _Down(self._start_failure("cannot start"))
+                    raise _Down(self._with_log("cannot start"))
             if self.changed.is_set():
                 raise _Replaced
             if time.monotonic() > deadline:
                 raise _Down(
-                    self._start_failure(
+                    self._with_log(
                         f"was not ready after {patience} s (operation.server.start_timeout_s)"
                         if keeper is not None
                         else f"at {self.address} does not answer, or not to this key (DRAFTMILL_ATTACH_KEY)"
@@ -336,26 +352,30 @@ class Supervisor:
             await asyncio.sleep(0.1)
             if self.changed.is_set():
                 raise _Replaced
-            if self.keeper is None and self.silent_since and time.monotonic() - self.silent_since > ATTACH_S:
-                raise _Down(f"at {self.address} has not answered for {ATTACH_S} s")
+            now = time.monotonic()
+            client: Mapping[str, Any] = self.operation["client"]
+            stall_s = client["request_timeout_s"] if self.blind else self.settings["stall_s"]
+            silent_s = now - self.silent_since if self.silent_since else 0.0
+            if self.keeper is None and silent_s > min(ATTACH_S, stall_s):
+                raise _Down(self._with_log(f"at {self.address} has not answered for {silent_s:.0f} s"))
             if self.keeper is not None and self.keeper.poll() is not None:
-                raise _Down(f"ended with exit code {self.keeper.returncode}")
-            stalled = time.monotonic() - self.progress.at
-            if self.permits.held == 0:
-                self.progress.at = time.monotonic()
-            elif stalled > (
-                self.operation["client"]["request_timeout_s"] if self.blind else self.settings["stall_s"]
-            ):
+                raise _Down(self._with_log(f"ended with exit code {self.keeper.returncode}"))
+            if self.permits.held == 0 and self.progress.failed < USELESS_AFTER:
+                self.progress.at = now
+            elif now - self.progress.at > stall_s:
                 self._become("stalled")
                 raise _Down(
-                    f"held {self.permits.held} turns for {stalled:.0f} s and no counter moved "
-                    "(operation.server.stall_s)"
+                    self._with_log(
+                        f"moved no counter and gave no answer for {now - self.progress.at:.0f} s, with "
+                        f"{self.permits.held} turns held and {self.progress.failed} failed "
+                        "(operation.server.stall_s)"
+                    )
                 )
 
     async def _put_away(self, reason: str) -> None:
         """Clears up after a server that is down, or not wanted any more."""
         self.permits.limit = 0
-        log.warning("the server is down: %s", reason)
+        log.warning("the server is down: %s", reason.partition("\n")[0])
         await asyncio.to_thread(self._end_engine)
         self._close_startup(reason)
         self.permits.forget_held()
@@ -364,14 +384,14 @@ class Supervisor:
 
     async def _recover(self, reason: str) -> None:
         """Clears up after a server that is down, and waits before the next start."""
-        finished = self.was_ready and self.answers > self.answers_at_start
-        self.failures = 1 if finished else self.failures + 1
+        self.failures = 1 if self.answers > self.answers_at_start else self.failures + 1
         await self._put_away(reason)
+        cause, newline, tail = reason.partition("\n")
         if self.failures > self.settings["restarts"]:
             raise _GivenUp(
-                f"The server of {self.slot.name} {reason}. It was started {self.failures} times in a row."
+                f"The server of {self.slot.name} {cause} That was its end number {self.failures} with no answer "
+                f"in between (operation.server.restarts).{newline}{tail}"
             )
-        cause = reason.partition("\n")[0]
         if not self.was_ready and self.failures > 1 and cause == self.last_cause:
             raise _GivenUp(f"The server of {self.slot.name} {reason}")
         self.last_cause = cause
@@ -380,12 +400,13 @@ class Supervisor:
         await asyncio.sleep(BACK_OFF_S[min(self.failures, len(BACK_OFF_S)) - 1])
         self.error = None
 
-    def _start_failure(self, what: str) -> str:
+    def _with_log(self, what: str) -> str:
+        """``what`` as a sentence, with the likely cause and, in the lines after it, the end of the server's log."""
         tail = self._log_tail()
         cause = self.engine.likely_cause(tail) if self.engine is not None and tail else ""
-        end = "\n".join(tail.splitlines()[-TAIL_LINES:])
         likely = f" Likely cause: {cause}" if cause else ""
-        return f"{what}.{likely}\nThe end of {self._log_path()}:\n{end}"
+        end = "\n".join(["", f"The end of {self._log_path()}:", *tail.splitlines()[-TAIL_LINES:]])
+        return f"{what}.{likely}{end if tail else ''}"
 
     def _log_tail(self) -> str:
         try:
@@ -395,7 +416,8 @@ class Supervisor:
                 text = file.read().decode(errors="replace")
         except OSError:
             return ""
-        return text.rpartition("\n=== start ")[2]
+        _, start, last = text.rpartition("\n=== start ")
+        return last.partition("\n")[2] if start else text
 
     def _log_path(self) -> Path:
         return self.fleet.server_log(self.slot.name)
@@ -448,10 +470,11 @@ class Supervisor:
         client = self.permits.clients.get(name)
         if client is not None:
             client.want, client.seen = int(message["want"]), int(message["seen"])
-            back = max(0, int(message["returned"]) - client.returned)
-            client.returned += back
-            self.answers += back
-            client.alone = bool(message.get("alone"))
+            client.returned = max(client.returned, int(message["returned"]))
+            client.alone = bool(message["alone"])
+            self.answers += int(message["answered"]) - connection.answered
+            self.progress.failed += int(message["failed"]) - connection.failed
+            connection.answered, connection.failed = int(message["answered"]), int(message["failed"])
             if client.open_want:
                 self.demand.set()
             self._grant()
@@ -485,31 +508,28 @@ class Supervisor:
         gpus = self.slot.gpus
         facts = self.facts
         spec = self.spec
-        write_aside(
-            self.fleet.state(self.slot.name),
-            json.dumps(
-                {
-                    **self._public(),
-                    "host": socket.gethostname(),
-                    "gpus": [gpu.uuid for gpu in gpus],
-                    "gpu_name": gpus[0].name if gpus else None,
-                    "gpu_memory_bytes": gpus[0].memory_bytes if gpus else None,
-                    "model": spec.model_path if spec else None,
-                    "flags": [*spec.numerics, *spec.flags] if spec else [],
-                    "server_flags": facts.flags if facts else {},
-                    "since": self.since,
-                    "restarts": max(0, len(self.startups) - 1),
-                    "asked_capacity": facts.asked_capacity if facts else None,
-                    "state_slots": facts.state_slots if facts else None,
-                    "kv_tokens": facts.kv_tokens if facts else None,
-                    "owner": str(self.fleet.owner),
-                    "supervisor": str(processes.Process.me()),
-                    "log": str(self._log_path()),
-                    "startups": self.startups,
-                },
-                indent=1,
-            ),
-        )
+        published = {
+            **self._public(),
+            "host": socket.gethostname(),
+            "gpus": [gpu.uuid for gpu in gpus],
+            "gpu_name": gpus[0].name if gpus else None,
+            "gpu_memory_bytes": gpus[0].memory_bytes if gpus else None,
+            "model": spec.model_path if spec else None,
+            "flags": [*spec.numerics, *spec.flags] if spec else [],
+            "server_flags": facts.flags if facts else {},
+            "since": self.since,
+            "restarts": max(0, len(self.startups) - 1),
+            "asked_capacity": facts.asked_capacity if facts else None,
+            "state_slots": facts.state_slots if facts else None,
+            "kv_tokens": facts.kv_tokens if facts else None,
+            "owner": str(self.fleet.owner),
+            "supervisor": str(processes.Process.me()),
+            "log": str(self._log_path()),
+            "startups": self.startups,
+        }
+        if not self.startups:  # a shard from the journal starts no engine: the facts of the last one stay
+            published |= {name: self.before[name] for name in OF_AN_ENGINE if name in self.before}
+        write_aside(self.fleet.state(self.slot.name), json.dumps(published, indent=1))
 
     def _public(self) -> dict[str, Any]:
         return {
@@ -521,7 +541,7 @@ class Supervisor:
             "version": self.facts.version if self.facts else None,
             "capacity": self.facts.capacity if self.facts else None,
             "queue_depth": self._queue_depth(self.facts.capacity) if self.facts else None,
-            "trial": self.trial,
+            "trial": self.started_with,
             "error": self.error,
         }
 
@@ -584,6 +604,9 @@ def main(results: Path, slot: Slot, config: dict[str, Any]) -> int:
         return 0
     processes.adopt_orphans()
     processes.sweep(SLOT_VARIABLE, fleet.mark(slot.name))
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", stream=sys.stderr)
+    os.environ[SLOT_VARIABLE] = fleet.mark(slot.name)  # of all that it starts from here on
+    # The same file that its lease has given it as stderr, where only a crash before this line or in it is written.
+    to_file = logs.rotated(fleet.supervisor_log(slot.name), "%(asctime)s %(message)s")
+    logging.basicConfig(level=logging.INFO, handlers=[to_file])
     asyncio.run(Supervisor(fleet, slot, config).run())
     return 0

@@ -1,0 +1,109 @@
+"""The tuner on the real workflow: stand-in servers that hold as many requests as a hybrid model's on two H200s would.
+
+The driver is made up (a `nvidia-smi` that names two GPUs), and so is the pace; what is tried, measured, adopted and
+kept is the product's.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import harness
+import pytest
+import tiny_model
+from harness import Run
+
+pytestmark = pytest.mark.slow
+
+SHAPE = Path(__file__).parents[1] / "recordings" / "qwen3.6-27b-shape.config.json"
+NVIDIA_SMI = """#!/bin/sh
+case "$1" in
+-L) echo "GPU 0: NVIDIA H200 (UUID: GPU-11111111-aaaa-bbbb-cccc-000000000001)"
+    echo "GPU 1: NVIDIA H200 (UUID: GPU-22222222-aaaa-bbbb-cccc-000000000002)";;
+*) echo "GPU-11111111-aaaa-bbbb-cccc-000000000001, NVIDIA H200, 143771"
+   echo "GPU-22222222-aaaa-bbbb-cccc-000000000002, NVIDIA H200, 143771";;
+esac
+"""
+# The recordings' figures for all defaults (249 state slots, of which a request takes 4 of its 5) and radix cache off.
+HYBRID = {
+    "slots": 49,
+    "slots_without_radix": 248,
+    "state_slots": 248,
+    "slots_per_request": 4,
+    "start_s": 1.0,
+    "lengths": {"median": 250, "mean": 350, "cap": 700, "min": 20},
+}
+PATIENCE_S = 400.0
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[Run]:
+    """Two GPUs, the model's shape, and `auto` among the server's flags."""
+    model = tiny_model.make(tmp_path / "model")
+    shutil.copy(SHAPE, model / "config.json")
+    tools = tmp_path / "bin"
+    tools.mkdir()
+    (tools / "nvidia-smi").write_text(NVIDIA_SMI)
+    (tools / "nvidia-smi").chmod(0o755)
+    made = Run(
+        tmp_path / "run",
+        model,
+        settings={
+            "shards": 2,
+            "sampling": {"max_tokens": 700},
+            "operation": {
+                "server": {"flags": ["auto"], "start_timeout_s": 60, "stall_s": 30},
+                "client": {"request_timeout_s": 120},
+                "tune": {"budget_s": 30},
+            },
+        },
+        standin=HYBRID,
+    )
+    made.environment["PATH"] = f"{tools}:{made.env()['PATH']}"
+    made.prompts(harness.conversations(1200))
+    yield made
+    made.stop_all()
+
+
+def measurements(run: Run) -> list[dict[str, Any]]:
+    lines = (run.results / "tuning" / "measurements.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines if line]
+
+
+def test_a_run_with_auto_measures_on_its_own_first_turns_and_goes_on_with_what_was_best(run: Run) -> None:
+    assert run.finish("results/merged.parquet", timeout_s=PATIENCE_S, leases=2) == 0, run.log().read_text()[
+        -3000:
+    ]
+
+    winner = json.loads((run.results / "tuning" / "winner.json").read_text())
+    assert winner["asked"] == [] and "--disable-radix-cache" in winner["flags"]
+    assert winner["tok_s"] > 1.5 * winner["asked_tok_s"]
+    by_name = {one["name"]: one for one in measurements(run)}
+    asked = by_name["as asked"]
+    assert (asked["capacity"], asked["verdict"]) == (49, "state-bound")
+    assert "248 state slots at 5 per request run 49" in asked["evidence"]
+    assert asked["expected_capacity"] == pytest.approx(49, abs=1)
+    assert len(by_name) == len(measurements(run)) >= 2, "a setting was measured twice"
+    # the servers of the run itself use it
+    states = [json.loads(path.read_text()) for path in run.results.glob("fleet/*/*.json")]
+    assert any("--disable-radix-cache" in state["flags"] and state["trial"] is None for state in states)
+    # what was measured on is in the dataset, and nothing was asked twice
+    accounts = run.validation()
+    assert accounts["turns"] == accounts["accepted"] + accounts["rejected"] and harness.doubled(run) == 0
+    assert 0 < sum(one["answers"] for one in measurements(run)) < accounts["turns"]
+
+
+def test_a_second_tune_goes_on_where_the_first_stopped(run: Run) -> None:
+    run.configure(harness.over(run.settings, {"operation": {"tune": {"budget_s": 1}}}))
+    assert run.finish("tune", timeout_s=PATIENCE_S, leases=2) == 0, run.log().read_text()[-3000:]
+    first = measurements(run)
+    assert [one["name"] for one in first] == ["as asked"]
+    run.configure(harness.over(run.settings, {"operation": {"tune": {"budget_s": 5}}}))
+    assert run.finish("tune", timeout_s=PATIENCE_S, leases=2) == 0, run.log().read_text()[-3000:]
+    second = measurements(run)
+    assert second[:1] == first and len(second) > 1
+    assert all(one["name"] != "as asked" for one in second[1:])
