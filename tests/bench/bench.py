@@ -65,6 +65,7 @@ class Case:
     dying: bool = False
     judged: bool = True
     lengths: dict[str, float] = field(default_factory=lambda: {"median": 1800, "mean": 3000, "cap": 8192})
+    leases: int = 8  # shards at work at once
     slots: int | None = None
     scale: float | None = None
     policies: tuple[str, ...] = POLICIES
@@ -76,6 +77,7 @@ CASES = (
         "equal, 64 shards", shards=64
     ),  # 5 capacities a shard at 40 turns a slot: the most that still hold so much
     Case("one server four times slower", shards=8, slow=True),
+    Case("one server four times slower, 64 shards", shards=64, leases=16, slow=True, policies=POLICIES[:1]),
     Case("one server dies at half-time", shards=8, dying=True),
     Case("chains of four turns", shards=8, chain=4),
     Case("equal, 160 shards (2 capacities each)", shards=160, judged=False),
@@ -150,7 +152,8 @@ def spans_and_downs(folder: Path, scale: float) -> tuple[list[Span], list[tuple[
             elif event["event"] == "finish" and harness.sound(event):
                 began = last - event["run_s"] * scale
                 spans.append(Span(order[slot], given[event["rid"]], began, last, event["out"]))
-        lives.setdefault(order[slot], []).append((ready, last))
+        if ready:
+            lives.setdefault(order[slot], []).append((ready, last))
     downs = [
         (earlier[1], later[0], server)
         for server, all_lives in lives.items()
@@ -182,6 +185,7 @@ def behaviour(case: Case, slots: int, scale: float, bound_s: float) -> dict[str,
         "start_s": START_S,
         "lengths": case.lengths,
         "prefill_ms": [85, 0.094],
+        "together": case.servers,  # starting a process takes 40 times as long on this clock
     }
     if case.slow:
         spec["speed"] = {str(case.servers): 0.25}
@@ -197,7 +201,7 @@ def draftmill(case: Case, run: Run, slots: int, scale: float) -> dict[str, Any]:
     """Runs the workflow; returns its figures."""
     usage = Usage(run)
     targets = [f"results/generated/{i}-of-{case.shards}.parquet" for i in range(1, case.shards + 1)]
-    code = run.finish(*targets, timeout_s=1200, cores=32)
+    code = run.finish(*targets, timeout_s=1200, cores=32, leases=case.leases)
     cpu = usage.stop()
     if code != 0:
         raise RuntimeError(f"{case.name}: the workflow ended with {code}: {run.log().read_text()[-2000:]}")

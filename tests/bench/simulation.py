@@ -297,8 +297,9 @@ def compare(
     seed: int = 0,
     chain: int = 1,
     death: tuple[int, float, float] | None = None,
+    leases: int | None = None,
 ) -> dict[str, Outcome]:
-    """The three policies on the same work."""
+    """The three policies on the same work; `leases`: shards that ours has at work at once, by default one a server."""
     lengths = Lengths()
 
     def work() -> list[deque[Turn]]:
@@ -308,7 +309,7 @@ def compare(
     rates = [full_rate(pace, sizes) for pace in paces]
     down = [(death[1], death[1] + death[2], death[0])] if death else []
     policies: dict[str, Policy] = {
-        "draftmill": OldestFirst(work(), leases=len(paces)),
+        "draftmill": OldestFirst(work(), leases=leases or len(paces)),
         "pinned": Pinned(work(), len(paces)),
         "round_robin": RoundRobin(
             deque(t for shard in zip(*work(), strict=False) for t in shard), len(paces)

@@ -1,8 +1,8 @@
 """When a run stops by itself: too many rejects, or a server that takes no request at all."""
 
+from array import array
 from typing import Any
 
-import pyarrow as pa
 import pytest
 
 from draftmill.answering import ALL_REFUSED, JUDGE_ALL, JUDGE_EVERY, _Verdicts
@@ -13,7 +13,7 @@ POLICY = {"reject_limit": 0.5, "reject_limit_after": 10}
 
 
 def row(number: int) -> Row:
-    ids = pa.scalar([1, 2], pa.list_(pa.int32()))
+    ids = array("i", [1, 2])
     return Row(f"r{number}", "file", f"{number:032x}", "[]", None, None, False, 10, ids, 1, 0)
 
 

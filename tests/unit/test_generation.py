@@ -134,7 +134,7 @@ def test_every_turn_is_conditioned_on_our_own_answers(tmp_path: Path) -> None:
         messages = expected[: 2 * index + 1]
         assert json.loads(row["messages"]) == messages
         assert bench.tokenizer.decode(row["prompt_ids"]) == bench.template.render(messages)
-        assert row["prompt_ids"] == asked[index].prompt_ids
+        assert row["prompt_ids"] == list(asked[index].prompt_ids)
         assert bench.tokenizer.decode(row["output_ids"]) == f"answer {index}<|im_end|>"
         assert row["outcome"] == "answered" and row["turn_index"] == index and row["key"] == asked[index].key
     assert len({turn.key for turn in asked}) == len({turn.sampling["seed"] for turn in asked}) == 3
@@ -187,7 +187,7 @@ def test_turns_after_one_without_an_answer_are_not_asked(tmp_path: Path, outcome
     assert len(asked) == 1
     first, second = bench.table()
     assert (first["outcome"], first["detail"], second["outcome"]) == (outcome, "why", "unasked")
-    assert first["prompt_ids"] == asked[0].prompt_ids
+    assert first["prompt_ids"] == list(asked[0].prompt_ids)
 
 
 def test_one_conversations_end_is_not_anothers(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -252,6 +253,36 @@ def test_a_killed_writer_leaves_all_it_had_appended(tmp_path: Path) -> None:
     )
     subprocess.run([sys.executable, "-c", script, tmp_path], env=ENVIRONMENT, check=False)
     assert read(tmp_path) == {key(n): {"n": n} for n in range(50)}
+
+
+def test_an_answer_reaches_the_disk_without_another_one_or_an_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As does the segment's own name in its folder."""
+    durable: list[int] = []
+    folders: list[str] = []
+    to_disk = os.fdatasync
+    folder_to_disk = os.fsync
+
+    def fdatasync(descriptor: int) -> None:
+        size = os.fstat(descriptor).st_size
+        to_disk(descriptor)
+        durable.append(size)
+
+    def fsync(descriptor: int) -> None:
+        folder_to_disk(descriptor)
+        folders.append(str(Path(f"/proc/self/fd/{descriptor}").readlink()))
+
+    monkeypatch.setattr(os, "fdatasync", fdatasync)
+    monkeypatch.setattr(os, "fsync", fsync)
+    writer = Writer(tmp_path)
+    for number in range(3):
+        writer.append(key(number), record(number))
+        size = writer.path.stat().st_size
+        while size not in durable:
+            time.sleep(0.01)
+    assert folders == [str(tmp_path)]
+    writer.close()
 
 
 def test_reading_beside_a_writer_sees_whole_records_and_in_the_end_all(tmp_path: Path) -> None:

@@ -112,6 +112,16 @@ def test_a_slow_server_does_not_hold_up_the_others() -> None:
     assert results["round_robin"].utilisation < 0.6
 
 
+def test_many_shards_on_unequal_servers_want_two_leases_a_server() -> None:
+    """With one a server, every open shard in the end waits for its last turns on the slow one."""
+    fleet = [*FLEET[1:], Pace(slots=8, speed=0.25)]
+    one, two = (
+        compare(fleet, turns=4 * 8 * 40, shards=32, leases=leases)["draftmill"].utilisation
+        for leases in (4, 8)
+    )
+    assert one < 0.9 and two > 0.98
+
+
 def test_a_dead_server_loses_and_doubles_no_turn() -> None:
     work = make_turns(600, shards=4, seed=3, lengths=Lengths(90, 150, 410), chain=3)
     sizes = Counter(t.output_tokens for shard in work for first in shard for t in first.chain())

@@ -97,6 +97,7 @@ class Writer:
         return self._segment, self._index
 
     def _sync_behind(self) -> None:
+        _sync_folder(self.path.parent)
         while not self._closed.is_set():
             self._dirty.wait()
             self._dirty.clear()
@@ -213,6 +214,14 @@ def _entries(raw: bytes) -> Iterator[tuple[bytes, int, int]]:
         if _CHECK.unpack_from(raw, at + size)[0] != binascii.crc32(raw[at : at + size]):
             return
         yield _ENTRY.unpack_from(raw, at)
+
+
+def _sync_folder(folder: Path) -> None:
+    """Makes the names of new files durable, as fsync of a file need not."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    with contextlib.suppress(OSError):  # some network file systems have no such thing
+        os.fsync(descriptor)
+    os.close(descriptor)
 
 
 def _write_all(file: BinaryIO, data: bytes) -> None:

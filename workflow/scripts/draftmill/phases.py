@@ -8,10 +8,8 @@ from dataclasses import dataclass
 
 import polars as pl
 
-from draftmill.records import Server, Session
+from draftmill.records import PAUSE_S, Server, Session
 
-PAUSE_S = 30.0
-"""A stretch without any work that is longer than this is a pause, and no part of the run."""
 FULL = 0.9
 """The ramp ends when this share of the reachable running requests runs."""
 

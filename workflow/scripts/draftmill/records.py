@@ -4,16 +4,20 @@ Knows the files' places and shapes, and that a writer may be killed in the middl
 what the facts mean (statistics.py, status.py), a clock or a server.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import orjson
-import polars as pl
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.parquet as pq
+
+if TYPE_CHECKING:
+    import polars as pl  # 30 MB that a generate job, which only looks at the run's state, need not hold
 
 GAUGES = ("running", "queued", "capacity", "permits", "wanted", "kv_usage", "state_usage")
 COUNTERS = (
@@ -24,26 +28,28 @@ COUNTERS = (
     "prefill_tokens",
     "retracted",
 )
-TELEMETRY_SCHEMA = {
-    "server": pl.String(),
-    "t": pl.Float64(),
-    "state": pl.String(),
-    "epoch": pl.Int64(),
-    **{name: pl.Float64() for name in (*GAUGES, *COUNTERS)},
+PAUSE_S = 30.0
+"""A stretch without any work that is longer than this is a pause, and no part of the run."""
+TELEMETRY_SCHEMA: dict[str, type] = {
+    "server": str,
+    "t": float,
+    "state": str,
+    "epoch": int,
+    **dict.fromkeys((*GAUGES, *COUNTERS), float),
 }
-TURN_SCHEMA = {
-    "shard": pl.String(),
-    "outcome": pl.String(),
-    "finish_reason": pl.String(),
-    "started_at": pl.Float64(),
-    "queue_s": pl.Float64(),
-    "latency_s": pl.Float64(),
-    "server": pl.String(),
-    "engine": pl.String(),
-    "cached_tokens": pl.Int64(),
-    "attempts": pl.Int64(),
-    "prompt_tokens": pl.Int64(),
-    "output_tokens": pl.Int64(),
+TURN_SCHEMA: dict[str, type] = {
+    "shard": str,
+    "outcome": str,
+    "finish_reason": str,
+    "started_at": float,
+    "queue_s": float,
+    "latency_s": float,
+    "server": str,
+    "engine": str,
+    "cached_tokens": int,
+    "attempts": int,
+    "prompt_tokens": int,
+    "output_tokens": int,
 }
 
 
@@ -89,6 +95,9 @@ class Session:
 
 def read_turns(generated: Iterable[Path]) -> pl.DataFrame:
     """The facts of each generated row (`TURN_SCHEMA`), ids and texts left out; lists become lengths."""
+    import polars as pl
+    import pyarrow.compute as pc
+
     frames = [pl.DataFrame(schema=TURN_SCHEMA)]
     plain = [name for name in TURN_SCHEMA if name not in ("shard", "prompt_tokens", "output_tokens")]
     for path in generated:
@@ -124,14 +133,11 @@ def json_lines(path: Path, every: int = 1) -> Iterator[dict[str, object]]:
                 yield record
 
 
-TAIL_BYTES = 65_536
-
-
-def ends_of(path: Path) -> list[dict[str, object]]:
-    """The first object of a JSON-lines file and those of its last `TAIL_BYTES`: enough to see where it stands."""
+def ends_of(path: Path, tail_bytes: int) -> list[dict[str, object]]:
+    """The first object of a JSON-lines file and those of its last `tail_bytes`: enough to see where it stands."""
     with path.open("rb") as file:
         lines = [file.readline()]
-        start = max(file.tell(), file.seek(0, 2) - TAIL_BYTES)
+        start = max(file.tell(), file.seek(0, 2) - tail_bytes)
         file.seek(start)
         rest = file.read().split(b"\n")
         lines += rest if start == len(lines[0]) else rest[1:]
@@ -174,6 +180,8 @@ def read_telemetry(fleet: Path) -> pl.DataFrame:
 
     62 hours of eight servers are 1.8 million samples: columns, not objects, and 50,000 lines at a time.
     """
+    import polars as pl
+
     frames = [pl.DataFrame(schema=TELEMETRY_SCHEMA)]
     names = (*GAUGES, *COUNTERS)
     for server, path in telemetry_files(fleet):

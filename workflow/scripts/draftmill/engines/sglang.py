@@ -291,7 +291,7 @@ class SGLang:
         if kind not in ("stop", "length"):
             raise Transient(f"The reply's finish_reason is {kind!r}.")
         ids = reply.get("output_ids")
-        if not isinstance(ids, list) or not ids or not all(type(i) is int and i >= 0 for i in ids):
+        if not isinstance(ids, list) or not ids or set(map(type, ids)) != {int} or min(ids) < 0:
             raise Transient("The reply has no output_ids.")
         if meta.get("completion_tokens", len(ids)) != len(ids):
             raise Transient(

@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
+from draftmill.aside import write_aside
 from draftmill.engines import Broken, Refused, Transient, Unreached
 from draftmill.errors import UserError
 from draftmill.fleet.places import Fleet
@@ -34,6 +35,7 @@ log = logging.getLogger("client")
 
 T = TypeVar("T")
 
+TOLD = ("want", "seen", "returned", "answered", "failed", "alone")  # to a supervisor, of one link
 WANT_AT_MOST = 4096  # more is never granted at once, and a steady figure saves messages
 TRIES = 12  # of one turn with a server that lives; a server's death does not count
 SUSPECT_AFTER, POISON_AFTER = 2, 2  # crashes in company, then alone
@@ -43,6 +45,7 @@ BREAKER_AFTER = 6  # failures in a row of one server
 NO_SERVER_S = 120.0
 REVIVE_S = 5.0  # without any supervisor: the lease that would have started one again is gone too
 HOPELESS_S = 3.0  # all slots given up for so long: time enough for a lease to move to another slot
+CLOSING_S = 10.0  # before an allocation's time limit: for all processes to end by themselves
 SWITCH_INTERVAL_S = 0.05  # with 1,024 threads: 4 times the turns a second of Python's default (measured)
 
 
@@ -81,9 +84,11 @@ class _Link:
     public: dict[str, Any] = field(default_factory=dict)
     seen: int = 0
     returned: int = 0
+    answered: int = 0  # turns; a refused one is neither: it takes no work to refuse
+    failed: int = 0  # turns that came to nothing though it lives
     permits: int = 0  # in hand, of the current epoch
     alone: bool = False
-    sent: tuple[int, int, int, bool] = (0, 0, 0, False)
+    sent: tuple[int, ...] = (0,) * len(TOLD)
     running: dict[int, Task[Any]] = field(default_factory=dict)
     failed_lately: list[tuple[float, Task[Any]]] = field(default_factory=list)
     failures: int = 0
@@ -101,7 +106,9 @@ class _Done:
     epoch: int
     number: int
     task: Task[Any]
+    took_s: float
     follow_up: Task[Any] | None = None
+    answered: bool = False  # and not refused
     fault: Exception | None = None
 
 
@@ -121,7 +128,9 @@ class Client(Generic[T]):
     ``answer(what, server, attempt)`` asks the server, keeps the answer, and gives the next task of the same
     conversation or None; it runs in many threads and raises Refused or Transient. ``give_up(what,
     outcome, detail)`` keeps that a turn will never be answered (``refused`` or ``poison``), and gives the
-    next task too. ``revive()`` is called when no supervisor has been there for REVIVE_S.
+    next task too. ``revive()`` is called when no supervisor has been there for REVIVE_S. ``proven``: such
+    servers have answered before; where none ever has, no turn is blamed for a server's end. ``deadline``
+    (monotonic s): no turn is asked that would, by the longest answer so far, end after it.
     """
 
     def __init__(
@@ -134,6 +143,8 @@ class Client(Generic[T]):
         note: Callable[[str, dict[str, Any]], None],
         tick: Callable[[Figures], None],
         revive: Callable[[], None],
+        proven: bool,
+        deadline: float,
     ) -> None:
         self.fleet, self.name, self.order = fleet, name, order
         self.answer, self.give_up, self.note, self.tick, self.revive = answer, give_up, note, tick, revive
@@ -153,11 +164,18 @@ class Client(Generic[T]):
         self._last_link = self._last_hope = time.monotonic()
         self._revived = False
         self._settled: dict[str, int] = {}
+        self._proven = proven
+        self._deadline = deadline
+        self._longest_file = fleet.runtime / "longest-answer-s"  # the fleet's next shard starts with it
+        self._longest_s = 0.0
+        with contextlib.suppress(FileNotFoundError):
+            self._longest_s = float(self._longest_file.read_text())
 
     def run(self, tasks: Iterable[Task[T]]) -> None:
         """Returns when every task and all that followed from them are answered or given up.
 
-        Raises UserError when no server is left, or when turns failed again and again on living servers;
+        Raises UserError when no server is left, when turns failed again and again on living servers, or when
+        the time is up;
         OSError from ``answer`` (a full disk) ends it too.
         """
         sys.setswitchinterval(SWITCH_INTERVAL_S)
@@ -179,11 +197,14 @@ class Client(Generic[T]):
                 self._dispatch(threads)
                 self._say()
                 self._check_hope()
+                self._check_time()
                 self.tick(self.figures)
         finally:
             threads.close()
             for name in list(self._links):
                 self._drop(name)
+            with contextlib.suppress(OSError):  # a full disk has been named already
+                write_aside(self._longest_file, str(self._longest_s))
         if self._given_up:
             first = self._given_up[0]
             raise UserError(
@@ -204,7 +225,7 @@ class Client(Generic[T]):
     # --- the queue
 
     def _put(self, task: Task[T]) -> None:
-        if task.crashes_alone >= POISON_AFTER:
+        if task.crashes_alone >= POISON_AFTER and self._proven:
             self._reject_poison(task)
         elif task.crashes >= SUSPECT_AFTER:
             self._suspects.append(task)
@@ -329,7 +350,9 @@ class Client(Generic[T]):
                 link.alone = alone_somewhere = True
             elif link.alone and not self._suspects and not link.running:
                 link.alone = False
-            if link.alone:
+            if self._closing:
+                want = 0
+            elif link.alone:
                 free = not link.running and link.permits == 0 and link.doubtful_until <= now
                 want = 1 if self._suspects and free else 0
             elif max(link.closed_until, link.doubtful_until) > now:
@@ -338,10 +361,10 @@ class Client(Generic[T]):
                 want = min(1, ready)  # half open: one turn tries
             else:
                 want = min(ready, WANT_AT_MOST)
-            message = (want, link.seen, link.returned, link.alone)
+            message = (want, link.seen, link.returned, link.answered, link.failed, link.alone)
             if message != link.sent:
                 link.sent = message
-                line = json.dumps(dict(zip(("want", "seen", "returned", "alone"), message, strict=True)))
+                line = json.dumps(dict(zip(TOLD, message, strict=True)))
                 try:
                     link.connection.sendall(line.encode() + b"\n")
                 except OSError:
@@ -365,11 +388,26 @@ class Client(Generic[T]):
                 f"see {self.fleet.results / 'logs' / 'supervisors'}. Run again to go on from here."
             )
 
+    @property
+    def _closing(self) -> bool:
+        """Whether another answer might take longer than there is time."""
+        return time.monotonic() + self._longest_s + CLOSING_S > self._deadline
+
+    def _check_time(self) -> None:
+        left_s = self._deadline - time.monotonic()
+        if self._closing and (not self._in_flight or left_s < CLOSING_S):
+            raise UserError(
+                f"The allocation ends in {max(0, left_s):.0f} s and an answer has taken up to {self._longest_s:.0f} s, "
+                "so nothing more is asked in it. All answers are in the journal; the next allocation goes on from them."
+            )
+
     # --- the turns
 
     def _dispatch(self, threads: Threads) -> None:
         for name, link in self._links.items():
-            while link.permits and link.ready and link.doubtful_until <= time.monotonic():
+            while (
+                link.permits and link.ready and link.doubtful_until <= time.monotonic() and not self._closing
+            ):
                 task = self._suspects.popleft() if link.alone and self._suspects else None
                 if task is None and not link.alone:
                     task = self._take(name)
@@ -395,14 +433,25 @@ class Client(Generic[T]):
 
     def _one(self, name: str, epoch: int, number: int, task: Task[T], server: Server) -> None:
         """Asks for one answer; runs in a thread of its own."""
+        began = time.monotonic()
         try:
             try:
-                follow_up = self.answer(task.what, server, task.attempts)
+                follow_up, answered = self.answer(task.what, server, task.attempts), True
             except Refused as refusal:
-                follow_up = self.give_up(task.what, "refused", str(refusal))
-            self._finish(_Done(name, epoch, number, task, follow_up=follow_up))
+                follow_up, answered = self.give_up(task.what, "refused", str(refusal)), False
+            self._finish(
+                _Done(
+                    name,
+                    epoch,
+                    number,
+                    task,
+                    time.monotonic() - began,
+                    follow_up=follow_up,
+                    answered=answered,
+                )
+            )
         except Exception as fault:  # noqa: BLE001  raised again in the caller's thread
-            self._finish(_Done(name, epoch, number, task, fault=fault))
+            self._finish(_Done(name, epoch, number, task, time.monotonic() - began, fault=fault))
 
     def _finish(self, done: _Done) -> None:
         self._finished.put(done)
@@ -420,8 +469,11 @@ class Client(Generic[T]):
             if link is not None and link.running.pop(done.number, None) is not None:
                 link.returned += 1
             if done.fault is None:
+                self._proven |= done.answered
+                self._longest_s = max(self._longest_s, done.took_s)
                 if link is not None:
                     link.failures = 0
+                    link.answered += done.answered
                 if done.follow_up is not None:
                     done.follow_up.prefers = done.link
                     self._put(done.follow_up)
@@ -449,6 +501,7 @@ class Client(Generic[T]):
             link.failed_lately = [(at, t) for at, t in link.failed_lately if now - at < DOUBT_S]
             link.failed_lately.append((now, task))
         link.failures += 1
+        link.failed += 1
         task.tries += 1
         self._retried += 1
         if link.failures >= BREAKER_AFTER and link.closed_until <= time.monotonic():
