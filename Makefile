@@ -35,10 +35,9 @@ $(VENV)/dev.stamp: requirements-dev.lock $(VENV)/run.stamp
 
 demo: $(VENV)/run.stamp ## prompts to dataset with the shipped config: where the results are and how fast it was
 	@snakemake --cores 8 --resources gpu=8
-	@snakemake --report report.html
 	@python -m draftmill summary
 
-report: $(VENV)/run.stamp ## report.html of the results so far
+report: $(VENV)/run.stamp ## report.html anew; a run that ends writes it by itself
 	@snakemake --report report.html
 
 status: $(VENV)/run.stamp ## how the run goes, from another terminal
@@ -56,8 +55,7 @@ test-sglang: $(VENV)/dev.stamp ## the engine tests and the whole workflow throug
 
 test-slurm: $(VENV)/dev.stamp ## the whole workflow on a real Slurm of this machine (needs root)
 	@$(PIP) -r requirements-slurm.lock
-	@bash tests/slurm/setup.sh
-	@pytest tests/slurm $(ARGS)
+	@trap 'bash tests/slurm/setup.sh stop' EXIT; bash tests/slurm/setup.sh; pytest tests/slurm $(ARGS)
 
 chaos: $(VENV)/dev.stamp ## 50 seeds of injected faults; writes chaos.json
 	@python tests/faults/chaos.py --seeds 50 --out chaos.json $(ARGS)

@@ -32,3 +32,7 @@ rule all:
         rules.drafter_dataset.output,
         rules.throughput.output,
         rules.report_items.output,
+
+
+onsuccess:
+    snakemake_report.write(workflow, Path("report.html"))

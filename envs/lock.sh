@@ -31,7 +31,8 @@ HEAD
 grep -v '^snakemake' requirements.in | pins -c requirements.lock - |
     env_file draftmill "What the rules need, with llama.cpp's server; the demo's data comes in draftmill.post-deploy.sh."
 pins -c requirements-sglang.lock requirements-sglang.in |
-    env_file sglang "SGLang's server and Draftmill's own part of it, for NVIDIA GPUs on x86-64 Linux."
+    env_file sglang "SGLang's server, for NVIDIA GPUs on x86-64 Linux. No rule names it, since servers outlive the rules that start
+# them: make an environment of it once, and name its interpreter in operation.server.python."
 
 {
     printf '# The demo'"'"'s model and prompts, without the programs that their packages ask for. Written by make lock.\n'

@@ -7,7 +7,8 @@ import pytest
 from tests.report.browser import Browser, chromium, missing
 from tests.synthetic_run import CONFIG, write_results, write_run, write_tuning
 
-from draftmill.report import ITEMS, write_report
+from draftmill.report import write_report
+from draftmill.report_items import ITEMS
 from draftmill.statistics import throughput
 
 pytestmark = pytest.mark.skipif(missing() is not None, reason=missing() or "")
@@ -35,7 +36,9 @@ const wide = [...document.querySelectorAll("body *")].filter((element) =>
   && ["auto", "scroll"].includes(getComputedStyle(element).overflowX));
 const out = [...document.querySelectorAll("main *")].filter((element) => {
   const box = element.getBoundingClientRect();
-  return box.width > 0 && box.right > innerWidth + 1;
+  const spilt = element.scrollWidth > element.clientWidth + 1 && getComputedStyle(element).display !== "inline"
+    && !element.closest("svg, output, .stack");
+  return box.width > 0 && (box.right > innerWidth + 1 || spilt);
 });
 return [page.scrollWidth - innerWidth, wide.length, out.map((element) => element.outerHTML.slice(0, 80))];
 """

@@ -313,8 +313,9 @@ def test_what_only_sglang_takes_is_refused_for_llamacpp(sampling: dict[str, Any]
 
 
 def test_a_hub_id_needs_a_revision() -> None:
-    assert "model.revision is missing; Qwen/Qwen3-8B is read as a hub id" in faults(
-        resolved(model={"path": "Qwen/Qwen3-8B"})
+    assert (
+        "model.path Qwen/Qwen3-8B is no folder here, so it is read as a hub id, and model.revision is missing"
+        in faults(resolved(model={"path": "Qwen/Qwen3-8B"}))
     )
     assert config.check(resolved(model={"path": "Qwen/Qwen3-8B", "revision": "0" * 40}), None, 0) == []
     (warning,) = config.check(resolved(model={"path": "Qwen/Qwen3-8B", "revision": "main"}), None, 0)

@@ -24,12 +24,14 @@ CODE = "\n".join(
     for path in sorted((ROOT / "workflow" / "scripts" / "draftmill").rglob("*.py"))
 )
 
+SLURM = "tests/slurm/test_slurm.py"
 MAIN_JOB, LAWS = "tests/workflow/test_main_job.py", "tests/faults/test_laws.py"
 # A command of the documentation, the test that runs it, and what in that test shows it. A make command counts
 # as run where its recipe is (test_what_make_stands_for).
 RUN = {
     "snakemake --cores 8 --resources gpu=8": (MAIN_JOB, '"--cores", "8", "--resources", "gpu=8"'),
     "snakemake -n": (MAIN_JOB, 'snakemake("-n")'),
+    "snakemake results/prompts.json": (MAIN_JOB, 'snakemake("results/prompts.json")'),
     "snakemake results/generated/1-of-2.parquet": (MAIN_JOB, 'snakemake("results/generated/1-of-2.parquet")'),
     "snakemake results/merged.parquet": (MAIN_JOB, 'snakemake("results/merged.parquet")'),
     "make report": (MAIN_JOB, 'snakemake("--report", "report.html")'),
@@ -38,6 +40,11 @@ RUN = {
     "python -m draftmill resume --cores 8 --resources gpu=8": (LAWS, "start_resume("),
     "python -m draftmill status --json": (MAIN_JOB, 'draftmill("status", "--json")'),
     "python -m draftmill partial": (MAIN_JOB, 'draftmill("partial")'),
+    "snakemake --profile profiles/slurm": (SLURM, 'project.on_slurm("--group-components'),
+    "snakemake results/generated/1-of-2.parquet --profile profiles/slurm": (
+        SLURM,
+        'on_slurm("results/generated/2-of-4.parquet")',
+    ),
     "make docs": ("tests/unit/test_config.py", "config_docs"),
     "pytest tests/unit/test_capacity.py": ("tests/unit/test_capacity.py", "def test_the_measured_table"),
 }
@@ -47,6 +54,8 @@ RUN_HERE = [
     "python -m draftmill diagnose results/fleet/HOST/SLOT.telemetry.jsonl",
 ]
 NOT_RUN = {
+    "make setup": "it installs from a registry; run by .ci/run",
+    ".venv/bin/python -m pip install --no-deps -r requirements-slurm.lock": "it installs; make test-slurm does the same",
     "snakemake": "tests run the same with --cores and --resources, and with targets and no flags",
     "make demo": "it installs from a registry; its recipe's commands are run by tests, the whole by hand",
     "make test": "it is what runs the tests",

@@ -80,6 +80,20 @@ def test_the_line_says_it_all() -> None:
     assert "\n" not in said
 
 
+def test_before_the_first_answers_no_rate_and_no_verdict_is_made_up() -> None:
+    """llama.cpp's token counter stands still until an answer ends."""
+    standing = [
+        Sample(t=T - back, epoch=1, running=8, capacity=8, generation_tokens=0) for back in (60, 30, 0)
+    ]
+    server = server_now(SERVER, {"state": "ready"}, standing, T)
+    events: list[Event] = [{"t": T - 60, "shard": "0-of-1", "event": "started", "turns": 50, "reused": 5}]
+    shard = shard_now("0-of-1", [events], finished=False, t=T, patience_s=90)
+    said = line(summary(T, 50, [events], [server], [shard], {}))
+    assert said == "5 of 50 turns (10 %); no rate yet; 8 running, 0 queued; time left not known yet"
+    nothing_runs = [Sample(t=T - back, running=0, generation_tokens=900) for back in (60, 0)]
+    assert server_now(SERVER, {"state": "ready"}, nothing_runs, T).tok_s == 0
+
+
 def test_servers_that_are_not_ready_are_named() -> None:
     silent = server_now(SERVER, {"state": "ready"}, samples(T - 100), T)
     starting = server_now(SERVER, {"state": "starting", "since": T - 5}, samples(T, state="starting"), T)

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from tests.synthetic_run import CONFIG, HOSTILE, write_results, write_run, write_tuning
 
 from draftmill import plots
-from draftmill.report import ITEMS, write_report
+from draftmill.report import write_report
+from draftmill.report_items import ITEMS
 from draftmill.report_provenance import redact
 from draftmill.statistics import throughput
 

@@ -164,7 +164,9 @@ def test_files_are_written_and_summed_up_in_three_lines(tmp_path: Path) -> None:
     throughput(
         generated, tmp_path / "fleet", {}, tmp_path / "throughput.json", tmp_path / "throughput.parquet"
     )
-    (tmp_path / "validation.json").write_text('{"accepted": 58, "rejected": 2}')
+    (tmp_path / "validation.json").write_text(
+        '{"accepted": 58, "rejected": 2, "reasons": {"too_few_supervised": 2}}'
+    )
     needed = {
         "turns",
         "prompt_tokens",
@@ -181,7 +183,11 @@ def test_files_are_written_and_summed_up_in_three_lines(tmp_path: Path) -> None:
     assert all(keys <= server.keys() for server in result["servers"])
     assert pl.read_parquet(tmp_path / "throughput.parquet").height > 0
     lines = summary_lines(tmp_path)
-    assert len(lines) == 3 and "58 rows accepted, 2 rejected" in lines[0] and "tok/s" in lines[1]
+    assert (
+        len(lines) == 3
+        and "58 rows accepted, 2 rejected, most for too_few_supervised" in lines[0]
+        and "tok/s" in lines[1]
+    )
     assert not list(tmp_path.glob("*.part"))
 
 

@@ -10,6 +10,7 @@ from tests.synthetic_run import START, write_results, write_run
 
 from draftmill import status
 from draftmill.errors import UserError
+from draftmill.progress import line
 
 
 def arguments(*words: str) -> argparse.Namespace:
@@ -60,6 +61,16 @@ def test_hours_later_nobody_works_any_more(results: Path) -> None:
     assert [shard.state for shard in found.shards] == ["done", "stopped"]
 
 
+def test_a_run_whose_servers_have_ended_is_over_at_once(results: Path) -> None:
+    for path in (results / "fleet" / "node1").glob("*.json"):
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"state": "stopped"}))
+    clients = results / "fleet" / "node1" / "clients" / "1-of-2-1000.jsonl"
+    last = json.loads(clients.read_text().splitlines()[-2])
+    found = status.look(results, last["t"] + 5)
+    assert [shard.state for shard in found.shards] == ["done", "stopped"]
+    assert line(found).endswith("; stopped; make resume goes on")
+
+
 def test_json_is_for_machines(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert status.run(arguments("--json", "--results", str(results))) == 0
     record = json.loads(capsys.readouterr().out)
@@ -72,7 +83,8 @@ def test_tables_fit_a_terminal(results: Path, width: int) -> None:
     console.print(status.picture(results))
     shown = console.export_text()
     assert "…" not in shown
-    assert "node1/slot0" in shown and "1 stopped" in shown and "loop" in shown and "still to come" in shown
+    for part in ("Servers on node1", "slot0", "1 stopped", "loop", "still to come"):
+        assert part in shown
 
 
 def test_names_are_no_markup(results: Path) -> None:

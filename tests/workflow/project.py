@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import yaml
 
@@ -42,7 +42,7 @@ class Project:
     folder: Path
 
     @classmethod
-    def make(cls, folder: Path) -> Project:
+    def make(cls, folder: Path) -> Self:
         folder.mkdir()
         project = cls(folder)
         project.configure({})
@@ -52,10 +52,10 @@ class Project:
         project.prompts(rows)
         return project
 
-    def copy(self, folder: Path) -> Project:
+    def copy(self, folder: Path) -> Self:
         """The same folder with its results, elsewhere."""
         shutil.copytree(self.folder, folder, symlinks=True)
-        return Project(folder)
+        return type(self)(folder)
 
     @property
     def results(self) -> Path:

@@ -108,6 +108,8 @@ def test_a_lost_shard_comes_back_from_the_journal(project: Project) -> None:
     assert done.returncode == 0, done.stderr
     assert shard.read_bytes() == before
     assert (project.requests(), project.server_starts()) == (requests, starts)
+    (state,) = (project.results / "fleet").glob("*/*.json")
+    assert json.loads(state.read_text())["engine"] == "llamacpp"  # though none was started again
 
 
 def test_growing_asks_for_new_turns_only(project: Project) -> None:
@@ -166,12 +168,23 @@ def test_resume_leaves_a_living_run_alone(tmp_path: Path) -> None:
 
 
 def test_the_report_shows_every_page(project: Project) -> None:
+    report = project.folder / "report.html"
+    pages = [report.read_text()]  # written when the run had ended
+    report.unlink()
+    done = project.snakemake("results/merged.parquet")  # needs no page, so no report
+    assert done.returncode == 0 and not report.exists()
     done = project.snakemake("--report", "report.html")
     assert done.returncode == 0, done.stderr
-    page = (project.folder / "report.html").read_text()
-    assert len(page) < 10_000_000
-    for title in ("Overview", "Token lengths", "Finish reasons", "Output tokens per second"):
-        assert title in page
+    pages.append(report.read_text())
+    report.unlink()
+    report.mkdir()
+    (project.results / "report" / "config.html").unlink()
+    done = project.snakemake()  # a run does not fail for its report
+    assert done.returncode == 0 and "The report could not be written" in done.stderr
+    for page in pages:
+        assert len(page) < 10_000_000
+        for title in ("Overview", "Token lengths", "Finish reasons", "Output tokens per second"):
+            assert title in page
 
 
 def test_the_command_line_tells_how_it_went(finished: Project) -> None:

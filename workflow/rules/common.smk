@@ -12,9 +12,8 @@ if str(SCRIPTS) not in sys.path:
 
 from draftmill import config as configuration
 from draftmill import prompts as prompt_files
-from draftmill import report as report_pages
 from draftmill.errors import UserError
-from draftmill import snakemake_pool
+from draftmill import snakemake_pool, snakemake_step
 from draftmill.fleet import processes
 
 try:
@@ -42,7 +41,8 @@ os.environ.update(
 )
 if not workflow.subprocess_exec:
     processes.claim_owner()
-    snakemake_pool.widen()
+    snakemake_pool.widen(settings["shards"])
+    snakemake_step.unite(workflow)
 
 
 wildcard_constraints:

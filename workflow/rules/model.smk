@@ -1,6 +1,11 @@
 # The target model: fetched if need be, and everything that later steps ask of it frozen in results/model/.
 
 
+# On a cluster, too: compute nodes often have no way to a model hub.
+localrules:
+    fetch_model,
+
+
 rule fetch_model:
     """Downloads the model where it is not a local folder, and freezes tokenizer, template and facts."""
     output:

@@ -1,6 +1,10 @@
 # The report: self-contained pages that `snakemake --report` collects, each with its caption.
 
 
+from draftmill import snakemake_report
+from draftmill.report_items import ITEMS
+
+
 rule report_items:
     """Writes every page of the report from the run's results."""
     input:
@@ -16,7 +20,7 @@ rule report_items:
                 category=item.category,
                 labels=dict(item.labels),
             )
-            for item in report_pages.ITEMS
+            for item in ITEMS
         },
     log:
         "results/logs/report_items.log",

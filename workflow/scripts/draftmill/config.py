@@ -439,8 +439,8 @@ def _model_faults(config: Config, model: "Model | None") -> Iterator[str]:
             yield f"model.path {path} does not exist; give a folder, a .gguf file, a hub id such as Qwen/Qwen3-8B, or embedded."
         elif chosen["revision"] is None:
             yield (
-                f"model.revision is missing; {path} is read as a hub id (no such folder here), so name the commit to use, "
-                "that the run can be repeated."
+                f"model.path {path} is no folder here, so it is read as a hub id, and model.revision is missing; correct the "
+                "path, or name the commit to use."
             )
     template = chosen["chat_template"]
     if template is not None and not Path(template).expanduser().is_file():

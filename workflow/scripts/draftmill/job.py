@@ -1,4 +1,5 @@
-"""What surrounds the work of every rule's script: its configuration, its log file, and errors as sentences."""
+"""What surrounds the work of every rule's script: its configuration, its log file, errors as sentences, and its
+end with the run."""
 
 from __future__ import annotations
 
@@ -11,7 +12,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from draftmill import logs
 from draftmill.errors import UserError
+from draftmill.fleet import processes
 
 
 def settings() -> dict[str, Any]:
@@ -22,10 +25,13 @@ def settings() -> dict[str, Any]:
 
 @contextlib.contextmanager
 def logged(path: str) -> Iterator[None]:
-    """Sends the log to ``path`` (warnings to the terminal too); a UserError becomes a sentence and exit code 1."""
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    to_file = logging.FileHandler(path, mode="w", encoding="utf-8")
-    to_file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    """Sends the log to ``path`` (warnings to the terminal too); a UserError becomes a sentence and exit code 1.
+
+    If Snakemake ends before the work does, even by SIGKILL, this process ends too: what it has not finished
+    would only stand in the way of the next run.
+    """
+    processes.end_with_owner()
+    to_file = logs.rotated(Path(path), "%(asctime)s %(levelname)s %(message)s")
     to_terminal = logging.StreamHandler(sys.stderr)
     to_terminal.setLevel(logging.WARNING)
     to_terminal.setFormatter(logging.Formatter("draftmill: %(message)s"))

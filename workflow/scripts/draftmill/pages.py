@@ -31,6 +31,7 @@ border-top:1px solid var(--rule);margin-top:2.2rem;padding-top:.8rem}
 .figures div{background:var(--wash);border-radius:10px;padding:14px 16px}
 .figures dt{color:var(--soft);font-size:.85rem}.figures dd{margin:0}
 .figures .big{font-size:1.6rem;white-space:nowrap;font-weight:650;line-height:1.25;font-variant-numeric:tabular-nums}
+.figures small{font-size:.65em;font-weight:600}
 .figures .fine{color:var(--soft);font-size:.84rem;line-height:1.4}
 .verdict{font-size:1.08rem;max-width:46rem;margin:.5rem 0}
 figure{margin:0 0 2rem}figcaption{font-weight:600;margin:0 0 .4rem}
@@ -159,10 +160,15 @@ def heading(text: str) -> str:
 
 
 def figures(items: Sequence[tuple[str, str, str]]) -> str:
-    """The large figures of the first page: (name, figure, fine print)."""
+    """The large figures of the first page: (name, figure with its unit, fine print)."""
+
+    def large(figure: str) -> str:
+        value, space, unit = figure.partition(" ")
+        return f"{escape(value)}{space}<small>{escape(unit)}</small>"
+
     cells = (
-        f'<div><dt>{escape(name)}</dt><dd class="big">{escape(value)}</dd><dd class="fine">{escape(fine)}</dd></div>'
-        for name, value, fine in items
+        f'<div><dt>{escape(name)}</dt><dd class="big">{large(figure)}</dd><dd class="fine">{escape(fine)}</dd></div>'
+        for name, figure, fine in items
     )
     return f'<dl class="figures">{"".join(cells)}</dl>'
 

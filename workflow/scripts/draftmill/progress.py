@@ -6,15 +6,14 @@ a file, a clock or a server (status.py does).
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from statistics import fmean, stdev
 
 from draftmill.bottleneck import diagnose
 from draftmill.errors import UserError
-from draftmill.phases import PAUSE_S
 from draftmill.plots import number as said
-from draftmill.records import Server, number, optional, text
+from draftmill.records import PAUSE_S, Server, number, optional, text
 from draftmill.telemetry import Sample
 from draftmill.verdicts import engine_of
 
@@ -75,11 +74,15 @@ class Left:
 
 @dataclass(frozen=True)
 class Progress:
-    """A run at one moment `t` (unix s). Rates are output tokens per second of all servers."""
+    """A run at one moment `t` (unix s). Rates are output tokens per second of all servers.
+
+    output_tokens: of all parts so far, as the clients counted them.
+    """
 
     t: float
     turns: int
     done: int
+    output_tokens: int
     tok_s: float | None
     mean_tok_s: float | None
     running: int
@@ -126,14 +129,17 @@ def server_now(server: Server, state: Mapping[str, object], samples: Sequence[Sa
 
 
 def token_rate(samples: Sequence[Sample]) -> float | None:
-    """Output tokens per second of one server by its own counters, in its latest epoch."""
+    """Output tokens per second of one server by its own counters, in its latest epoch; None where they do not tell.
+
+    `generation_tokens` moves when an answer ends, so while it stands still under running requests it tells nothing.
+    """
     latest = [sample for sample in samples if sample.epoch == samples[-1].epoch]
     for name in ("decode_tokens", "generation_tokens"):
         points = [(sample.t, getattr(sample, name)) for sample in latest if getattr(sample, name) is not None]
         if len(points) > 1 and points[-1][0] > points[0][0]:
-            rate = float(points[-1][1] - points[0][1]) / (points[-1][0] - points[0][0])
-            if rate >= 0:
-                return rate
+            made = points[-1][1] - points[0][1]
+            if made > 0 or (made == 0 and not latest[-1].running):
+                return float(made) / (points[-1][0] - points[0][0])
     return None
 
 
@@ -237,12 +243,15 @@ def summary(
         else max((number(e[-1], "t") for e in part), default=t)
     )
     tokens = sum(value_at(events, "output_tokens", t) for events in part)
+    if not any(finished_turns(events, t) for events in part):  # too early to say
+        servers = [replace(server, binds=None) for server in servers]
     rates = [server.tok_s for server in servers if server.tok_s is not None]
     verdicts = [server.binds for server in servers if server.binds]
     return Progress(
         t=t,
         turns=planned,
         done=done,
+        output_tokens=int(sum(number(events[-1], "output_tokens") for events in sessions)),
         tok_s=sum(rates) if rates else None,
         mean_tok_s=tokens / (end - start) if tokens and end > start else None,
         running=sum(server.running or 0 for server in servers),
@@ -277,9 +286,12 @@ def line(progress: Progress) -> str:
         fleet_trouble(progress.servers),
     ]
     parts += [word for word in trouble if word]
-    parts.append(left_said(progress.left))
+    states = {shard.state for shard in progress.shards}
+    ended = "stopped" in states and "running" not in states
+    parts.append("stopped; make resume goes on" if ended else left_said(progress.left))
     if progress.binds:
-        parts.append(progress.binds)
+        passing = {"drain": "draining, with fewer turns left than slots", "start-up": "starting up"}
+        parts.append(passing.get(progress.binds, progress.binds))
     return "; ".join(parts)
 
 

@@ -16,6 +16,7 @@ from draftmill.records import number, optional, text
 from draftmill.report_run import (
     Page,
     Run,
+    engine_of,
     flags_of,
     in_words,
     known,
@@ -53,7 +54,7 @@ def provenance(run: Run) -> Page:
     rows = [
         (
             text(server, "server"),
-            f"{text(server, 'engine')} {text(server, 'version')}",
+            engine_of(server) or "unknown",
             text(server, "gpu_name") or "CPU",
             known(optional(server, "effective_capacity")),
             redact_text(flags_of(server)),

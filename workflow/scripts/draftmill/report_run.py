@@ -12,7 +12,7 @@ from pathlib import Path
 import polars as pl
 
 from draftmill import plots
-from draftmill.records import read_state
+from draftmill.records import read_state, text
 
 Table = Mapping[str, object]
 Page = tuple[str, list[str]]
@@ -98,9 +98,24 @@ def known(value: float | None, unit: str = "") -> str:
     return "unknown" if value is None else f"{plots.number(value)}{unit}"
 
 
+def times(count: int) -> str:
+    """How often: never, once, 194 times."""
+    return {0: "never", 1: "once"}.get(count, f"{count:,} times")
+
+
 def in_words(kind: str) -> str:
     """The name of a reason or a phase as words."""
     return kind.replace("_", " ")
+
+
+ENGINES = {"sglang": "SGLang", "llamacpp": "llama.cpp's server"}
+
+
+def engine_of(server: Table) -> str:
+    """The engine of a server and its version, as people call them; empty where it is not known."""
+    name, version = text(server, "engine"), text(server, "version")
+    shown = f"({version})" if version[:1].isalpha() else version
+    return f"{ENGINES.get(name, name)} {shown}".strip()
 
 
 def flags_of(server: Table) -> str:

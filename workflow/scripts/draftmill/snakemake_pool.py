@@ -14,16 +14,16 @@ from snakemake.executors import local
 THREADS_PER_PAIR = 3
 
 
-def widen() -> None:
-    """Makes the pool large enough for as many pairs as there are cores, before Snakemake builds it."""
+def widen(shards: int) -> None:
+    """Makes the pool large enough for the pairs of all shards, before Snakemake builds it; a thread is only started
+    when it is needed, and in an allocation no count of cores bounds the pairs."""
     build = local.Executor.__post_init__
     if getattr(build, "widened", False):
         return
 
     def widened(executor: local.Executor) -> None:
         build(executor)
-        cores = executor.workflow.resource_settings.cores or 0
-        executor.workers = max(executor.workers, THREADS_PER_PAIR * cores + 5)
+        executor.workers += THREADS_PER_PAIR * shards
         executor.pool = concurrent.futures.ThreadPoolExecutor(max_workers=executor.workers)
 
     widened.widened = True  # type: ignore[attr-defined]

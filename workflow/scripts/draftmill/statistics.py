@@ -19,9 +19,10 @@ import polars as pl
 from draftmill import verdicts
 from draftmill.aside import replacing, write_aside
 from draftmill.errors import UserError
-from draftmill.phases import PAUSE_S, Part, Phases, find_parts, find_phases, tokens_until, with_part
+from draftmill.phases import Part, Phases, find_parts, find_phases, tokens_until, with_part
 from draftmill.records import (
     GAUGES,
+    PAUSE_S,
     TELEMETRY_SCHEMA,
     Server,
     Session,
@@ -376,8 +377,8 @@ def server_account(
         "server": name,
         "host": state.host if state else None,
         "slot": state.slot if state else None,
-        "engine": state.engine if state else engine,
-        "version": state.version if state else version,
+        "engine": (state.engine if state else "") or engine,
+        "version": (state.version if state else "") or version,
         "flags": list(state.flags) if state else [],
         "gpus": list(state.gpus) if state else [],
         "gpu_name": state.gpu_name if state else None,
@@ -623,6 +624,9 @@ def summary_lines(results: Path) -> list[str]:
     steady = rates.get("steady_state")
     held = optional(steady, "output_tokens_per_s") if isinstance(steady, dict) else None
     accepted, rejected = int(number(rows, "accepted")), int(number(rows, "rejected"))
+    reasons = rows.get("reasons")
+    most = max(reasons, key=lambda name: reasons[name]) if isinstance(reasons, dict) and reasons else ""
+    why = f", most for {most}" if most else ""
     device = "GPU" if rates.get("device") == "gpu" else "CPU server"
     speed = f"{number(rates, 'output_tokens_per_s'):,.0f} tok/s over {duration(number(rates, 'wall_s'))}"
     if held is not None:
@@ -632,7 +636,7 @@ def summary_lines(results: Path) -> list[str]:
     dataset = results / "drafter" / "train.parquet"
     report = results.parent / "report.html"
     return [
-        f"dataset     {dataset} and train.jsonl: {accepted:,} rows accepted, {rejected:,} rejected",
+        f"dataset     {dataset} and train.jsonl: {accepted:,} rows accepted, {rejected:,} rejected{why}",
         f"throughput  {results / 'throughput.json'}: {tokens}, {speed}, {each}",
         f"report      {report if report.exists() else 'not written yet; run snakemake --report report.html'}",
     ]

@@ -26,6 +26,7 @@ from draftmill.aside import write_aside
 from draftmill.errors import UserError
 from draftmill.plots import number as said
 from draftmill.progress import (
+    ENDED,
     Event,
     Progress,
     ServerNow,
@@ -51,6 +52,8 @@ from draftmill.telemetry import Sample
 PATIENCE = 3.0
 """A client that has missed so many of its events has ended."""
 REFRESH_S = 2.0
+SAMPLES_TAIL, EVENTS_TAIL = 65_536, 16_384
+"""Bytes at the end of a file that hold more than a minute of samples, and some 20 minutes of a client's events."""
 LATER_BYTES_PER_TOKEN = 24.0
 """What a token, prompt or output, takes in all files that are made of the journal: generated and merged tables,
 train.parquet and train.jsonl, where ids are written out as text."""
@@ -99,17 +102,20 @@ def look(results: Path, t: float, interval_s: float = 30.0) -> Progress:
     fleet = results / "fleet"
     sessions: dict[str, list[Sequence[Event]]] = {}
     for path in sorted(fleet.glob("*/clients/*.jsonl")):
-        events = ends_of(path)
+        events = ends_of(path, EVENTS_TAIL)
         if events:
             sessions.setdefault(text(events[0], "shard"), []).append(events)
     names = shard_names(results, sessions)
+    servers = servers_now(fleet, t)
+    # Servers end with their run, long before a client has been silent for long enough.
+    over = bool(servers) and all(server.state in (*ENDED, "silent") for server in servers)
     shards = [
         shard_now(
             name,
             sessions.get(name, []),
             finished=(results / "generated" / f"{name}.parquet").exists(),
             t=t,
-            patience_s=PATIENCE * interval_s,
+            patience_s=0.0 if over else PATIENCE * interval_s,
         )
         for name in names
     ]
@@ -119,7 +125,7 @@ def look(results: Path, t: float, interval_s: float = 30.0) -> Progress:
         t,
         None if prompts is None else int(prompts),
         current,
-        servers_now(fleet, t),
+        servers,
         shards,
         rejects(results, current),
     )
@@ -132,7 +138,7 @@ def servers_now(fleet: Path, t: float) -> list[ServerNow]:
     for server in read_servers(fleet):
         state = read_state(fleet / server.host / f"{server.slot}.json")
         samples = []
-        for record in ends_of(latest[server.server]) if server.server in latest else []:
+        for record in ends_of(latest[server.server], SAMPLES_TAIL) if server.server in latest else []:
             with contextlib.suppress(UserError):
                 samples.append(Sample.from_dict(record))
         found.append(server_now(server, state, samples[1:] or samples, t))
@@ -171,16 +177,10 @@ def disk(results: Path, found: Progress) -> Disk:
     written = sum(path.stat().st_size for path in (results / "journal").glob("*"))
     prompts = read_state(results / "prompts.json").get("prompt_tokens")
     prompt_tokens = number(prompts, "sum") if isinstance(prompts, dict) else 0.0
-    made = sum(number(events[-1], "output_tokens") for events in _all_events(results))
-    per_turn = made / found.done
+    per_turn = found.output_tokens / found.done
     still = written / found.done * (found.turns - found.done)
     later = LATER_BYTES_PER_TOKEN * (per_turn * found.turns + prompt_tokens)
     return Disk(free, int(still + later))
-
-
-def _all_events(results: Path) -> list[Sequence[Event]]:
-    found = (ends_of(path) for path in sorted((results / "fleet").glob("*/clients/*.jsonl")))
-    return [events for events in found if events]
 
 
 def picture(results: Path) -> RenderableType:
@@ -222,16 +222,20 @@ STYLES = {
 
 
 def servers_table(servers: Sequence[ServerNow], t: float) -> Table:
-    """One row per server."""
+    """One row per server; where all are of one host, that stands in the title."""
+    hosts = {server.server.rpartition("/")[0] for server in servers}
+    host = hosts.pop() if len(hosts) == 1 else ""
     table = _table(
-        "Servers", ("server", "state"), ("since", "restarts", "running", "queued", "KV", "slots", "tok/s")
+        escape(f"Servers on {host}") if host else "Servers",
+        ("server", "state"),
+        ("since", "restarts", "running", "queued", "KV", "slots", "tok/s"),
     )
     table.add_column("binds", no_wrap=True)
     for server in servers:
         style = STYLES.get(server.state, "default")
         running = "-" if server.running is None else f"{server.running}/{server.capacity or '?'}"
         table.add_row(
-            escape(server.server),
+            escape(server.server.rpartition("/")[2] if host else server.server),
             f"[{style}]{server.state.replace('_', ' ')}[/]",
             roughly(t - server.since) if server.since else "-",
             str(server.restarts),

@@ -19,7 +19,8 @@ from draftmill.telemetry import Sample
 LINE_BYTES = 400  # of a sample, about
 MOST_SAMPLES = 20_000
 """Samples of one server that a diagnosis looks at; longer runs are thinned."""
-MOST_WINDOWS = 500
+MOST_WINDOWS = 120
+"""Windows that each server is judged in: what a cure is worth is worked out for each of them anew."""
 
 
 def engine_of(server: Server, model_config: Mapping[str, object] | None) -> Engine:
