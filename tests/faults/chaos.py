@@ -147,6 +147,8 @@ class Seed:
         faults = server_faults(self.draw)
         self.poisoned = any(fault["fault"] == "poison" for fault in faults)
         self.hits = hits(self.draw)
+        if any(hit.target == "child" for hit in self.hits) and "leaves_children" not in str(faults):
+            faults.append({"fault": "leaves_children", "count": 1})  # else there is no child to hit
         shards = self.draw.choice([2, 3, 4])
         self.shards = shards
         environment = {}

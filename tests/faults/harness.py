@@ -21,7 +21,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,12 @@ import pyarrow.parquet as pq
 import tiny_model
 import yaml
 from standin_server import identify
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "workflow" / "scripts"))
+
+from draftmill import engines
+from draftmill.fleet import processes
+from draftmill.journal import Journal
 
 ROOT = Path(__file__).resolve().parents[2]
 STANDIN = ROOT / "tests" / "faults" / "standin_server.py"
@@ -44,8 +50,6 @@ ROLES = {
     "server": "standin_server.py",
     "snakemake": "-m snakemake",
 }
-
-sys.path.insert(0, str(ROOT / "workflow" / "scripts"))
 
 SETTINGS: dict[str, Any] = {
     "shards": 4,
@@ -84,18 +88,10 @@ def over(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class Process:
+class Process(processes.Process):
     """One process of the run. `role` is a key of ROLES, `child` for a server's child, or `other`."""
 
-    pid: int
-    parent: int
-    role: str
-    command: str
-
-    def send(self, number: int) -> None:
-        """Sends a signal, if it still lives."""
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(self.pid, number)
+    role: str = "other"
 
 
 @dataclass
@@ -168,9 +164,16 @@ class Run:
 
     def start(self, *arguments: str, cores: int = 8, leases: int = 8) -> subprocess.Popen[bytes]:
         """Starts Snakemake in a process group of its own; its output goes to snakemake-<n>.log."""
+        return self._start("snakemake", *arguments, *self._flags(cores, leases))
+
+    def start_resume(self, *arguments: str) -> subprocess.Popen[bytes]:
+        """Starts the documented command that goes on after any end."""
+        return self._start("draftmill", "resume", *arguments, *self._flags())
+
+    def _start(self, module: str, *words: str) -> subprocess.Popen[bytes]:
         self.started += 1
-        command = [sys.executable, "-m", "snakemake", *arguments, *self._flags(cores, leases)]
-        with self.log(self.started).open("wb") as output:
+        command = [sys.executable, "-m", module, *words]
+        with self.log().open("wb") as output:
             return subprocess.Popen(
                 command, env=self.env(), stdout=output, stderr=output, start_new_session=True, cwd=self.folder
             )
@@ -192,19 +195,10 @@ class Run:
             self.stop_all()
             return process.wait()
 
-    def start_resume(self, *arguments: str) -> subprocess.Popen[bytes]:
-        """Starts the documented command that goes on after any end."""
-        self.started += 1
-        command = [sys.executable, "-m", "draftmill", "resume", *arguments, *self._flags()]
-        with self.log().open("wb") as output:
-            return subprocess.Popen(
-                command, env=self.env(), stdout=output, stderr=output, start_new_session=True, cwd=self.folder
-            )
-
-    def command(self, *words: str) -> subprocess.CompletedProcess[str]:
+    def command(self, *words: str, module: str = "draftmill") -> subprocess.CompletedProcess[str]:
         """Runs `python -m draftmill …` in the run's folder."""
         return subprocess.run(
-            [sys.executable, "-m", "draftmill", *words],
+            [sys.executable, "-m", module, *words],
             env=self.env(),
             cwd=self.folder,
             capture_output=True,
@@ -215,15 +209,7 @@ class Run:
 
     def dry_run(self, *targets: str) -> dict[str, list[str]]:
         """What `snakemake -n` would run: rule -> the shards (wildcards), or [""] for a rule without."""
-        done = subprocess.run(
-            [sys.executable, "-m", "snakemake", "-n", *targets, *self._flags()],
-            env=self.env(),
-            cwd=self.folder,
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=False,
-        )
+        done = self.command("-n", *targets, *self._flags(), module="snakemake")
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
         out = done.stdout + done.stderr
         table = re.search(r"\njob +count\n[- ]+\n((?:\w+ +\d+\n)+)", out)
@@ -240,30 +226,16 @@ class Run:
 
     def processes(self) -> list[Process]:
         """Every living process of this run, by the mark in its environment."""
-        needle = f"{MARK}={self.mark}".encode()
-        found = []
-        for entry in Path("/proc").iterdir():
-            if not entry.name.isdigit() or int(entry.name) == os.getpid():
-                continue
-            try:
-                if needle not in (entry / "environ").read_bytes():
-                    continue
-                command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-                stat = (entry / "stat").read_text().rpartition(")")[2].split()
-            except OSError:
-                continue
-            if stat[0] in ("Z", "X"):
-                continue
-            role = next((role for role, part in ROLES.items() if part in command), "other")
-            found.append(Process(int(entry.name), int(stat[1]), role, command.strip()))
         paths = (self.folder / "standin").glob("start-*.json")
         servers = {facts["pid"] for path in paths if (facts := _parsed(path.read_bytes()))}
-        return [
-            replace(process, role="child")
-            if process.role == "server" and process.pid not in servers
-            else process
-            for process in found
-        ]
+        found = []
+        for process in processes.carrying(f"{MARK}={self.mark}"):
+            command = " ".join(process.command)
+            role = next((role for role, part in ROLES.items() if part in command), "other")
+            if role == "server" and process.pid not in servers:
+                role = "child"
+            found.append(Process(process.pid, process.started, role))
+        return found
 
     def having(self, role: str) -> list[Process]:
         """The living processes of one role."""
@@ -347,15 +319,17 @@ class Run:
         """How many servers have been started."""
         return len(list((self.folder / "standin").glob("start-*.json")))
 
-    def journal(self) -> set[str]:
-        """The journal's keys."""
-        from draftmill.journal import Journal
-
+    def records(self) -> dict[str, dict[str, Any]]:
+        """key -> record of the journal."""
         view = Journal(self.results / "journal")
         self.moment = time.monotonic()
-        keys = {key for key, _ in view.records()}
+        records = dict(view.records())
         view.close()
-        return keys
+        return records
+
+    def journal(self) -> set[str]:
+        """The journal's keys."""
+        return set(self.records())
 
     def segments(self) -> list[Path]:
         """The journal's segments, oldest first."""
@@ -394,8 +368,6 @@ class Run:
 
     def request_keys(self) -> dict[str, str]:
         """journal key -> the request's name in the servers' log, of every turn of the generated tables."""
-        from draftmill import engines
-
         engine = engines.load("sglang")
         named = {}
         for row in self.generated():
@@ -459,6 +431,20 @@ def asked_again(run: Run, snapshots: Sequence[tuple[float, set[str]]]) -> list[s
             if finished:
                 broken.append(name)
     return broken
+
+
+def failover(run: Run, start: int, at: float) -> dict[str, tuple[float, int]]:
+    """What became of the turns in flight on the servers' `start` when it died: name -> (seconds from `at`, monotonic,
+    until it ran on another server, that server's start); infinity and 0 where it never did."""
+    in_flight: set[str] = set()
+    again: dict[str, tuple[float, int]] = {}
+    for event in run.requests():
+        name = event["key"]
+        if event["start"] == start and event["t"] <= at:
+            (in_flight.add if event["event"] == "start" else in_flight.discard)(name)
+        elif event["event"] == "start" and event["t"] > at and name in in_flight:
+            again.setdefault(name, (event["t"] - at, event["start"]))
+    return {name: again.get(name, (float("inf"), 0)) for name in in_flight}
 
 
 def untrue_plan(run: Run, shards: int) -> list[str]:

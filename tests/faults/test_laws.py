@@ -13,6 +13,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from collections.abc import Set as AbstractSet
@@ -145,6 +146,10 @@ def test_resume_after_the_group_was_hit(make: Make, finished: Run, number: int) 
     kept = run.journal()
     ended = run.moment
     assert harness.untrue_plan(run, SHARDS) == []
+    if number == signal.SIGINT:  # law 8: what there is can be used before it goes on
+        done = run.command("partial", "--out", "part")
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert pq.read_table(run.folder / "part" / "train.parquet").num_rows > 0
     resumed = run.start_resume("results/merged.parquet")
     assert resumed.wait(PATIENCE_S) == 0, run.log().read_text()[-3000:]
     assert kept <= run.journal()
@@ -194,6 +199,103 @@ def test_with_no_server_left_the_run_fails_with_the_cause(make: Make) -> None:
     assert run.census() == []
 
 
+@pytest.mark.parametrize(
+    ("faults", "cause"),
+    [
+        ([{"fault": "http", "status": 500}], "stall_s"),
+        (
+            [{"fault": "dies", "answers": 3, "starts": [1]}, {"fault": "crash_at_start", "starts": [2]}],
+            "starting",
+        ),
+        ([{"fault": "poison", "s": 0}], "exit code"),
+    ],
+    ids=["answers 500 to everything", "works once and never starts again", "dies of every turn"],
+)
+def test_a_server_is_judged_by_its_answers_and_given_up_with_the_end_of_its_log(
+    make: Make, faults: list[dict[str, Any]], cause: str
+) -> None:
+    """Restarts are bounded whatever comes back from a server that answers nothing, and no row pays for it (law 4)."""
+    restarts = 4 if cause == "exit code" else 1  # enough for a turn to be suspected twice alone
+    run = make(*faults, operation={"cpu_servers": 1, "server": {"restarts": restarts}})
+    assert run.finish("results/merged.parquet", timeout_s=PATIENCE_S) == 1
+    said = run.log().read_text()
+    assert "No server is left" in said and cause in said
+    assert "The end of" in said.partition("No server is left")[2]
+    assert run.starts() == restarts + 1
+    kept = run.records().values() if run.segments() else ()
+    assert {record["outcome"] for record in kept} <= {"answered", "refused"}
+    assert run.census() == []
+
+
+class Strangers:
+    """Servers that somebody else runs, at addresses that the run is given."""
+
+    def __init__(self, run: Run, ports: list[int]) -> None:
+        self.run, self.ports = run, ports
+        self.servers: list[subprocess.Popen[bytes]] = []
+
+    def start(self, port: int) -> None:
+        flags = ["--host", "127.0.0.1", "--port", str(port), "--model-path", str(self.run.model)]
+        theirs = {name: value for name, value in self.run.env().items() if name != harness.MARK}
+        command = [sys.executable, str(harness.STANDIN), *flags]
+        self.servers.append(subprocess.Popen(command, env=theirs, stdout=subprocess.DEVNULL))
+
+
+@pytest.fixture
+def strangers(make: Make) -> Iterator[Callable[..., Strangers]]:
+    made: list[Strangers] = []
+
+    def start(count: int, **server: Any) -> Strangers:
+        with contextlib.ExitStack() as held:
+            sockets = [held.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
+            ports = [one.getsockname()[1] for one in sockets]
+        urls = [f"http://127.0.0.1:{port}" for port in ports]
+        run = make(standin={"scale": 0.4}, operation={"engine": "attach", "attach": urls, "server": server})
+        made.append(Strangers(run, ports))
+        for port in ports:
+            made[-1].start(port)
+        return made[-1]
+
+    yield start
+    for one in made:
+        for server in one.servers:
+            server.kill()
+            server.wait()
+
+
+def test_of_two_attached_servers_one_dies_and_the_other_finishes_and_lives_on(
+    strangers: Callable[..., Strangers], finished: Run
+) -> None:
+    given = strangers(2)
+    run = given.run
+    process = run.start("results/merged.parquet")
+    until(lambda: run.answered() > 3, run, process)
+    given.servers[0].kill()
+    assert process.wait(PATIENCE_S) == 0, run.log().read_text()[-3000:]
+    assert run.census() == []
+    assert given.servers[1].poll() is None, "a server that is not ours was ended"
+    agrees(run, finished)
+    assert run.rejected() == finished.rejected()
+
+
+def test_an_attached_server_that_is_gone_ends_the_run_with_its_address_and_may_come_back(
+    strangers: Callable[..., Strangers], finished: Run
+) -> None:
+    given = strangers(1, restarts=0)
+    run = given.run
+    process = run.start("results/merged.parquet")
+    until(lambda: run.answered() > 3, run, process)
+    given.servers[0].kill()
+    assert process.wait(PATIENCE_S) == 1
+    said = run.log().read_text()
+    assert "No server is left" in said and f"127.0.0.1:{given.ports[0]} has not answered" in said
+    kept = run.journal()
+    given.start(given.ports[0])
+    assert run.start_resume("results/merged.parquet").wait(PATIENCE_S) == 0, run.log().read_text()[-3000:]
+    assert harness.asked_again(run, [(run.moment, kept)]) == []
+    agrees(run, finished)
+
+
 @pytest.mark.parametrize("kind", ["never_starts", "starts_late"])
 def test_a_start_is_given_its_time_and_no_more(make: Make, finished: Run, kind: str) -> None:
     in_time = {"operation": {"server": {"start_timeout_s": 60}}}  # however slow this machine is
@@ -205,6 +307,34 @@ def test_a_start_is_given_its_time_and_no_more(make: Make, finished: Run, kind: 
 
 
 # ---- law 4: a dead server burns no rows
+
+
+def test_the_turns_of_a_dead_server_run_elsewhere_at_once(make: Make, finished: Run) -> None:
+    """Before its own server is back; the others have room for all of them."""
+    patient = {"server": {"stall_s": 60}, "client": {"request_timeout_s": 60}}
+    run = make(shards=3, standin={"scale": 0.3, "slots": 12}, operation={"cpu_servers": 3, **patient})
+    process = run.start("results/merged.parquet")
+    until(lambda: run.starts() == 3 and run.answered() > 0, run, process)
+    victim = max(
+        run.having("server"),
+        key=lambda server: len(harness.failover(run, start_of(run, server), time.monotonic())),
+    )
+    start, at = start_of(run, victim), time.monotonic()
+    victim.send(signal.SIGKILL)
+    assert process.wait(PATIENCE_S) == 0, run.log().read_text()[-3000:]
+    moved = harness.failover(run, start, at)
+    assert moved and {elsewhere for _, elsewhere in moved.values()} <= {1, 2, 3} - {start}
+    slowest = max(delay for delay, _ in moved.values())
+    print(f"{len(moved)} turns of a dead server ran elsewhere after at most {slowest:.2f} s")
+    agrees(run, finished)
+
+
+def start_of(run: Run, server: harness.Process) -> int:
+    """Which start of a server this process is, from 1."""
+    for path in (run.folder / "standin").glob("start-*.json"):
+        if json.loads(path.read_bytes())["pid"] == server.pid:
+            return int(path.stem.partition("-")[2])
+    raise AssertionError("no server has this pid")
 
 
 def test_a_dying_server_burns_no_rows(make: Make, finished: Run) -> None:
@@ -291,6 +421,7 @@ def test_sigterm_to_snakemake_alone_lets_running_shards_finish(make: Make) -> No
     until(lambda: run.answered() > 3, run, process)
     process.terminate()
     process.wait(PATIENCE_S)
+    assert "Will exit after finishing currently running jobs" in run.log().read_text()
     assert run.finished_shards() == {f"{i}-of-{SHARDS}" for i in range(1, SHARDS + 1)}
     assert run.census() == []
 
@@ -308,6 +439,13 @@ def test_operation_comments_and_logs_leave_nothing_to_do(copied: Run) -> None:
     with (copied.folder / "config.yaml").open("a") as config:
         config.write("# a comment\n")
     assert copied.dry_run() == {}
+
+
+def test_changed_code_runs_shards_again_without_one_request(copied: Run) -> None:
+    asked, starts = copied.asked(), copied.starts()
+    ends_well(copied, "results/merged.parquet", "--forcerun", "generate")
+    assert "Generating shard" in copied.log().read_text()
+    assert (copied.asked(), copied.starts()) == (asked, starts)
 
 
 def test_another_temperature_asks_for_everything_anew_and_mixes_nothing(copied: Run) -> None:
@@ -414,7 +552,7 @@ def test_eight_shards_at_once_on_eight_cores(make: Make, finished: Run) -> None:
 
 def test_the_key_is_nowhere_and_the_loopback_is_all(make: Make) -> None:
     run = make()
-    process = run.start("results/merged.parquet")
+    process = run.start()
     until(lambda: run.answered() > 3, run, process)
     assert not {address for address in run.listening() if not address.startswith(("127.", "::1"))}
     keys = [path.read_text().strip() for path in run.runtime.rglob("api-key")]
@@ -422,7 +560,7 @@ def test_the_key_is_nowhere_and_the_loopback_is_all(make: Make) -> None:
     for path in run.runtime.rglob("*"):
         if path.is_file() and keys[0].encode() in path.read_bytes():
             assert path.stat().st_mode & 0o077 == 0, path
-    assert not [p.command for p in run.processes() if keys[0] in p.command]
+    assert not [p.command for p in run.processes() if keys[0] in " ".join(p.command)]
     assert process.wait(PATIENCE_S) == 0
     kept = [
         p
@@ -430,6 +568,33 @@ def test_the_key_is_nowhere_and_the_loopback_is_all(make: Make) -> None:
         if p.is_file() and not p.is_symlink() and keys[0].encode() in p.read_bytes()
     ]
     assert kept == []
+
+
+def test_names_and_ids_from_prompts_are_never_paths_nor_shell_words(make: Make, tmp_path: Path) -> None:
+    ids = [
+        "../../../escaped",
+        "/escaped",
+        "$(touch escaped)",
+        "; touch escaped #",
+        "`touch escaped`",
+        "a\nb",
+        "x" * 5000,
+    ]
+    name = "a; touch escaped; $(touch escaped) '`touch escaped`.jsonl"
+    run = make(prompts={"files": [name]})
+    with (run.folder / name).open("w", encoding="utf-8") as file:
+        for number, words in enumerate(ids):
+            file.write(json.dumps({"id": words, "prompt": f"prompt {number}", "source": words}) + "\n")
+    before = {path.name for path in tmp_path.parent.iterdir()}
+    ends_well(run)
+    found = {row.removesuffix("_gen0") for row in run.merged() | run.rejected()}
+    assert (
+        len(found) == len(ids) and set(ids[:-2]) <= found
+    )  # what no id can be is replaced by its row's hash
+    assert not [
+        path for path in tmp_path.rglob("*escaped*") if path.name != name and ".snakemake" not in path.parts
+    ]
+    assert {path.name for path in tmp_path.parent.iterdir()} == before and not Path("/escaped").exists()
 
 
 # ---- chaos

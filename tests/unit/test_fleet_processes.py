@@ -220,6 +220,41 @@ def test_a_sweep_ends_marked_processes_and_no_others(nursery: Nursery) -> None:
         process.wait()
 
 
+def test_what_a_process_is_called_and_where_it_works(nursery: Nursery) -> None:
+    child = nursery.start("import time; time.sleep(600)", "a word", "")
+    process = Process.of(child.pid)
+    assert process is not None
+    until(lambda: process.command[1:2] == ["-c"], "the child's own command line")
+    assert process.command[3:] == ["a word", ""]
+    assert process.carries(f"{MARK}=") and process.carries(f"{MARK}={nursery.mark}")
+    assert not process.carries(f"{MARK}=another") and not process.carries(nursery.mark)
+    assert process in processes.working_in(nursery.folder)
+    assert process not in processes.working_in(nursery.folder.parent)
+    child.kill()
+    child.wait()
+    assert process.command == [] and not process.carries(MARK)
+
+
+def test_a_rules_script_ends_with_snakemake(nursery: Nursery) -> None:
+    """Whatever it does at that moment: a merge that went on would write beside the next run."""
+    script = (
+        "import subprocess, sys, time; from draftmill.fleet import processes\n"
+        "processes.claim_owner()\n"
+        "subprocess.Popen([sys.executable, '-c', sys.argv[1]]); time.sleep(600)"
+    )
+    work = (
+        "import time; from pathlib import Path; from draftmill import job\n"
+        "with job.logged('log'):\n"
+        "    Path('at-work').touch(); time.sleep(600)"
+    )
+    owner = nursery.start(script, work)
+    until((nursery.folder / "at-work").exists, "the script's start")
+    assert len(nursery.alive()) == 2
+    owner.kill()
+    owner.wait()
+    until(lambda: not nursery.alive(), "the script's end")
+
+
 # --- the keeper
 
 

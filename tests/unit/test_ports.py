@@ -64,7 +64,19 @@ def test_a_derived_port_moves_on_past_a_listener(tmp_path: Path, held: contextli
     with contextlib.ExitStack() as probe:
         port = ports.choose(None, FIRST, probe, tmp_path)
     with listening(port):
-        assert ports.choose(None, FIRST, held, tmp_path) > port
+        assert ports.choose(None, FIRST, held, tmp_path) != port
+
+
+def test_fleets_that_cannot_see_each_others_locks_look_in_different_places(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of two users of one host: a port is free to see until its server listens."""
+    found = set()
+    for user in range(8):
+        monkeypatch.setenv("DRAFTMILL_RUNTIME_DIR", str(tmp_path / f"user{user}"))
+        with contextlib.ExitStack() as stack:
+            found.add(ports.choose(None, FIRST, stack, user_folder() / "fleet"))
+    assert len(found) > 4
 
 
 def test_old_connections_are_no_listener(tmp_path: Path, held: contextlib.ExitStack) -> None:

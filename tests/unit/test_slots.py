@@ -2,6 +2,7 @@
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -117,7 +118,11 @@ def slots_of(
         "import json, sys; from dataclasses import asdict; from draftmill.fleet.slots import slots\n"
         "print(json.dumps([asdict(s) for s in slots(json.loads(sys.argv[1]))]))"
     )
-    inherited = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
+    inherited = {
+        name: value
+        for name, value in os.environ.items()
+        if name != "CUDA_VISIBLE_DEVICES" and not name.startswith("SLURM_")
+    }
     done = subprocess.run(
         [sys.executable, "-c", script, json.dumps(block)],
         env={
@@ -142,7 +147,7 @@ def query_of(count: int, memory: str = "143771") -> str:
 def test_one_slot_for_every_gpu(tmp_path: Path) -> None:
     found = slots_of(tmp_path, query_of(4), "")
     assert [slot["gpus"] for slot in found] == [
-        [{"uuid": uuid, "name": "NVIDIA H200", "memory_bytes": 143771 << 20}] for uuid in UUIDS
+        [{"uuid": uuid, "name": "NVIDIA H200", "memory_bytes": 143771 << 20, "index": None}] for uuid in UUIDS
     ]
     assert len({slot["name"] for slot in found}) == 4
 
@@ -168,6 +173,34 @@ def test_no_visible_gpu_means_servers_on_the_cpu(tmp_path: Path) -> None:
     for query, environment in (("", {}), (query_of(2), {"CUDA_VISIBLE_DEVICES": ""})):
         found = slots_of(tmp_path, query, "", environment)
         assert [(slot["name"], slot["gpus"]) for slot in found] == [("cpu0", []), ("cpu1", [])]
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        # Slurm hides the other jobs' GPUs, or does not
+        ({"SLURM_JOB_GPUS": "2,3", "CUDA_VISIBLE_DEVICES": "0,1"}, [("2", "0"), ("3", "1")]),
+        ({"SLURM_JOB_GPUS": "2,3", "CUDA_VISIBLE_DEVICES": "2,3"}, [("2", "2"), ("3", "3")]),
+        ({"SLURM_JOB_GPUS": "2,3", "SLURM_STEP_GPUS": "3", "CUDA_VISIBLE_DEVICES": "0"}, [("3", "0")]),
+        ({"SLURM_JOB_GPUS": "2,3"}, [("2", "2"), ("3", "3")]),
+        ({"SLURM_JOB_GPUS": "2", "CUDA_VISIBLE_DEVICES": ""}, []),
+        ({}, []),
+    ],
+)
+def test_an_allocation_without_a_driver(
+    tmp_path: Path, environment: dict[str, str], expected: list[tuple[str, str]]
+) -> None:
+    """The number on the host names the GPU; what CUDA calls it here may be another's name elsewhere."""
+    found = slots_of(tmp_path, "", "", {"SLURM_JOB_ID": "7", **environment})
+    gpus = [(gpu["uuid"], gpu["index"]) for slot in found for gpu in slot["gpus"]]
+    assert gpus == [(f"GPU-{number}-{socket.gethostname()}", device) for number, device in expected]
+    if not expected:
+        assert [slot["name"] for slot in found] == ["job7-cpu0", "job7-cpu1"]
+
+
+def test_where_a_driver_tells_uuids_slurm_is_not_asked(tmp_path: Path) -> None:
+    (slot,) = slots_of(tmp_path, query_of(2), "", {"SLURM_JOB_GPUS": "5", "CUDA_VISIBLE_DEVICES": "1"})
+    assert [gpu["uuid"] for gpu in slot["gpus"]] == [UUIDS[1]]
 
 
 def test_a_driver_that_does_not_answer_is_no_gpu(tmp_path: Path) -> None:

@@ -6,9 +6,9 @@ a shard, a server or a policy.
 
 from __future__ import annotations
 
-import array
 import hashlib
 import json
+from array import array
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -34,7 +34,7 @@ def turn_key(
     """The key of one turn, 32 hex digits. ``sampling`` holds max_tokens and seed too."""
     decides = json.dumps([model_identity, numerics, sampling], sort_keys=True, ensure_ascii=False)
     digest = hashlib.blake2b(decides.encode(), digest_size=16)
-    digest.update(array.array("i", prompt_ids).tobytes())
+    digest.update(array("i", prompt_ids).tobytes())
     return digest.hexdigest()
 
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
+import os
 import socket
+import zlib
 from pathlib import Path
 
 from draftmill.errors import UserError
@@ -30,7 +33,11 @@ def choose(fixed: int | None, slot: Slot, held: contextlib.ExitStack, runtime: P
                 "free it, or set operation.server.port to null."
             )
         return port
-    for port in range(FIRST, LAST, BLOCK):
+    # Each fleet looks from a place of its own: other users' locks are not to be seen, and a port is taken only
+    # when its server listens.
+    blocks = range(FIRST, LAST, BLOCK)
+    own = zlib.crc32(os.fsencode(runtime)) % len(blocks)
+    for port in itertools.chain(blocks[own:], blocks[:own]):
         lock = Lock(folder / f"{port}.lock")
         if lock.take():
             if _free(port):

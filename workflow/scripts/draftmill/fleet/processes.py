@@ -9,10 +9,12 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import select
 import signal
 import socket
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -67,6 +69,15 @@ class Process:
         os.close(descriptor)
         return None
 
+    @property
+    def command(self) -> list[str]:
+        """The words of its command line; none when it has ended."""
+        return [os.fsdecode(word) for word in _read(self.pid, "cmdline").split(b"\0")[:-1]]
+
+    def carries(self, start: str) -> bool:
+        """Whether its environment, as it was at its start, holds an entry ``NAME=VALUE`` that begins so."""
+        return any(entry.startswith(start.encode()) for entry in _read(self.pid, "environ").split(b"\0"))
+
     def send(self, number: int) -> None:
         """Sends a signal, unless the process has ended."""
         if self.alive:
@@ -74,12 +85,17 @@ class Process:
                 os.kill(self.pid, number)
 
 
+def _read(pid: int, name: str) -> bytes:
+    """A file of /proc/<pid>; empty when the process has ended or is another user's."""
+    try:
+        return Path(f"/proc/{pid}/{name}").read_bytes()
+    except OSError:
+        return b""
+
+
 def _stat(pid: int) -> list[str] | None:
     """The fields of /proc/<pid>/stat from the state on (after the name, which may hold anything)."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
-    except OSError:
-        return None
+    return _read(pid, "stat").decode(errors="replace").rpartition(")")[2].split() or None
 
 
 def claim_owner() -> None:
@@ -90,6 +106,19 @@ def claim_owner() -> None:
 def owner() -> Process:
     """The Snakemake process that this one works for."""
     return Process.parse(os.environ[OWNER_VARIABLE])
+
+
+def end_with_owner() -> None:
+    """Ends this process at once when the Snakemake process that it works for ends, even by SIGKILL."""
+    handle = owner().handle()
+    if handle is None:
+        os._exit(1)
+
+    def watch() -> None:
+        select.select([handle], [], [])
+        os._exit(1)
+
+    threading.Thread(target=watch, name="owner-watch", daemon=True).start()
 
 
 def die_with_parent(number: int, parent: int) -> None:
@@ -122,24 +151,29 @@ def descendants(root: int) -> list[Process]:
     return found
 
 
-def carrying(marker: str) -> list[Process]:
-    """All running processes of this user, but this one, whose environment at their start held ``marker``."""
-    needle = marker.encode()
-    found = []
-    for pid in _pids():
+def carrying(entry: str) -> list[Process]:
+    """All running processes of this user, but this one, whose environment at their start held ``NAME=VALUE``."""
+    needle = entry.encode()
+    return _running(pid for pid in _pids() if needle in _read(pid, "environ").split(b"\0"))
+
+
+def working_in(folder: Path) -> list[Process]:
+    """All running processes of this user, but this one, whose working folder is ``folder``."""
+    place = str(folder.resolve())
+
+    def there(pid: int) -> bool:
         try:
-            environment = Path(f"/proc/{pid}/environ").read_bytes()
+            return str(Path(f"/proc/{pid}/cwd").readlink()) == place
         except OSError:
-            continue
-        process = Process.of(pid)
-        if (
-            pid != os.getpid()
-            and needle in environment.split(b"\0")
-            and process is not None
-            and process.alive
-        ):
-            found.append(process)
-    return found
+            return False
+
+    return _running(pid for pid in _pids() if there(pid))
+
+
+def _running(pids: Iterable[int]) -> list[Process]:
+    """The processes that have these pids now, without this one and without the ended."""
+    found = (Process.of(pid) for pid in pids if pid != os.getpid())
+    return [process for process in found if process is not None and process.alive]
 
 
 def _pids() -> list[int]:
