@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from draftmill.answering import ALL_REFUSED, JUDGE_ALL, JUDGE_EVERY, _Verdicts
+from draftmill.answering import ALL_REFUSED, JUDGE_EVERY, _Verdicts
 from draftmill.errors import UserError
 from draftmill.generation import Row, Walk
 
@@ -22,7 +22,7 @@ def walk(number: int, outcome: str = "answered", rejected: str | None = None, **
 
 
 def test_a_run_of_rejects_stops_with_examples() -> None:
-    verdicts = _Verdicts(POLICY, turns=100)
+    verdicts = _Verdicts(POLICY)
     for number in range(9):
         verdicts.count(row(number), walk(number, rejected="loop"), 1)
     with pytest.raises(UserError, match=r"10 of 10 answers were rejected.*reject_limit.*r0_gen0: loop"):
@@ -31,13 +31,13 @@ def test_a_run_of_rejects_stops_with_examples() -> None:
 
 
 def test_half_of_them_rejected_is_not_too_many() -> None:
-    verdicts = _Verdicts(POLICY, turns=100)
+    verdicts = _Verdicts(POLICY)
     for number in range(40):
         verdicts.count(row(number), walk(number, rejected="loop" if number % 2 else None), 1)
 
 
 def test_a_server_that_refuses_everything_stops_the_run_with_its_words() -> None:
-    verdicts = _Verdicts({**POLICY, "reject_limit": 1.0}, turns=100)
+    verdicts = _Verdicts({**POLICY, "reject_limit": 1.0})
     refusal = {"outcome": "refused", "rejected": "refused", "detail": "unknown field"}
     for number in range(ALL_REFUSED - 1):
         verdicts.count(row(number), walk(number, **refusal), 1)
@@ -45,9 +45,9 @@ def test_a_server_that_refuses_everything_stops_the_run_with_its_words() -> None
         verdicts.count(row(99), walk(99, **refusal), 1)
 
 
-def test_large_shards_are_judged_by_a_share_chosen_by_content() -> None:
-    small, large = _Verdicts(POLICY, JUDGE_ALL), _Verdicts(POLICY, JUDGE_ALL + 1)
-    numbers = [i * 0x9E3779B9 << 96 & (1 << 128) - 1 for i in range(4000)]
-    assert all(small.wants(row(n)) for n in numbers)
-    chosen = sum(large.wants(row(n)) for n in numbers)
-    assert abs(chosen - 4000 / JUDGE_EVERY) < 100
+def test_all_are_judged_until_the_limit_may_count_and_then_a_share_chosen_by_content() -> None:
+    verdicts = _Verdicts({**POLICY, "reject_limit_after": 500})
+    numbers = [i * 0x9E3779B9 << 96 & (1 << 128) - 1 for i in range(4500)]
+    wanted = [verdicts.wants(row(number)) for number in numbers]
+    assert all(wanted[:500]) and abs(sum(wanted[500:]) - 4000 / JUDGE_EVERY) < 100
+    assert wanted == [verdicts.wants(row(number)) for number in numbers], "a choice stands"

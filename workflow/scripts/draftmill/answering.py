@@ -46,7 +46,7 @@ CONNECT_S = 10.0
 CONNECTIONS = 4096  # kept open to one server; more is never granted
 EXAMPLES = 3
 SHARD_CAPACITIES = 5  # turns of a shard over a server's capacity that keep a fleet busy (simulated)
-JUDGE_ALL, JUDGE_EVERY = 2000, 8  # of larger shards one conversation in eight tells how many are rejected
+JUDGE_EVERY = 8  # once validation.reject_limit_after are judged, one conversation in eight is
 ALL_REFUSED = 20  # refusals in a row from the start: the request is wrong, not the prompts
 
 
@@ -64,7 +64,7 @@ def generate(
     pending: list[Row] = []
     settled = 0
     turns = sum(row.turn_count for row in rows)
-    verdicts = _Verdicts(config["validation"], turns)
+    verdicts = _Verdicts(config["validation"])
     for row in rows:
         walk = shard.walk(row, journal.get, judge_last=False)
         settled += len(walk.facts)
@@ -113,16 +113,20 @@ def _tune_first(config: settings.Config, results: Path, model_identity: str) -> 
 class _Verdicts:
     """How many answers the policy rejects, to stop a run that produces rejects."""
 
-    def __init__(self, policy: Mapping[str, Any], turns: int) -> None:
+    def __init__(self, policy: Mapping[str, Any]) -> None:
         self._policy = policy
-        self._every = 1 if turns <= JUDGE_ALL else JUDGE_EVERY
+        self._chosen: dict[tuple[str, int], bool] = {}
         self._judged = self._rejected = self._refused = 0
         self.reasons: Counter[str] = Counter()
         self._examples: list[str] = []
 
     def wants(self, row: Row) -> bool:
         """Whether this conversation's last answer is judged here; the merge judges all."""
-        return int(row.content_hash[:8], 16) % self._every == 0
+        name = (row.primary_id, row.sample)
+        if name not in self._chosen:
+            early = len(self._chosen) < self._policy["reject_limit_after"]
+            self._chosen[name] = early or int(row.content_hash[:8], 16) % JUDGE_EVERY == 0
+        return self._chosen[name]
 
     def count(self, row: Row, walk: Walk, settled: int) -> None:
         """Takes in the last ``settled`` turns of a walk; raises UserError when too many are rejected."""

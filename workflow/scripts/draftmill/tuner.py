@@ -157,7 +157,7 @@ class _Tuner:
     def _work(self, slot: Slot) -> None:
         """Measures one setting after the other on one slot."""
         try:
-            with _Bench(self._fleet, slot) as bench:
+            with _Bench(self._fleet, slot, self._prompts["turns"]) as bench:
                 while (setting := self._next(bench)) is not None:
                     measurement = self._measure(bench, setting)
                     log.info(
@@ -291,7 +291,7 @@ class _Tuner:
         if engine.architecture is not None:
             engine = replace(engine, flags=self._all_flags(bench.slot, setting))
         at_once = facts["capacity"] + facts["queue_depth"]
-        load = _Load(self._turns(setting), bench.server(facts), at_once, self._prompts["turns"], engine)
+        load = _Load(self._turns(setting), bench.server(facts), at_once, bench.turns, engine)
         return load.measure(measurement, facts["capacity"], best, bench.key)
 
 
@@ -302,8 +302,8 @@ class _StartFailed(UserError):
 class _Bench:
     """One slot's server, held by the tuner alone."""
 
-    def __init__(self, fleet: Fleet, slot: Slot) -> None:
-        self.fleet, self.slot = fleet, slot
+    def __init__(self, fleet: Fleet, slot: Slot, turns: int) -> None:
+        self.fleet, self.slot, self.turns = fleet, slot, turns
         self.key = fleet.key_file().read_text()
 
     def __enter__(self) -> _Bench:
@@ -332,7 +332,7 @@ class _Bench:
     def start(self, setting: Setting, timeout_s: float) -> dict[str, Any]:
         """The server's facts once it serves with ``setting``; raises _StartFailed."""
         trial = {"flags": list(setting.flags), "model": setting.model}
-        self._send({"trial": trial})
+        self._send({"trial": trial, "wanted": self.turns})
         self._connection.settimeout(timeout_s + 300)
         while line := self._line():
             message = json.loads(line)

@@ -8,8 +8,9 @@ A detached process, one a slot. It speaks lines of JSON over a Unix socket:
                              grow, but want; a permit comes back answered, failed or unused)
     to everybody             {"server": {...}} when something changed, {"down": epoch, "reason": …}
     to a client              {"granted": n, "epoch": epoch, "alone": bool}
-    from the tuner           {"trial": {"flags": […], "model": {…}}}: serve with these instead, nobody but the
-                             tuner, until it goes; {"trial_failed": reason} back when that cannot be
+    from the tuner           {"trial": {"flags": […], "model": {…}}, "wanted": n}: serve with these instead, nobody
+                             but the tuner, which has n turns, until it goes; {"trial_failed": reason} back when
+                             that cannot be
 
 It never sees a prompt or an answer.
 """
@@ -111,6 +112,7 @@ class Supervisor:
         self.connections: dict[int, _Connection] = {}
         self.demand = asyncio.Event()
         self.trial: dict[str, Any] | None = None  # the tuner's setting, while there is a tuner
+        self.wanted_by_tuner = 0
         self.started_with: dict[str, Any] | None = None  # the one the present server was started with
         self.changed = asyncio.Event()
         self.ending = asyncio.Event()
@@ -186,6 +188,9 @@ class Supervisor:
             async with contextlib.AsyncExitStack() as held:
                 await self._take_gpus(held)
                 while True:
+                    if not self.demand.is_set():  # a tuner has gone
+                        self._become("waiting")
+                        await self.demand.wait()
                     self.changed.clear()
                     try:
                         await self._one_engine()
@@ -464,6 +469,7 @@ class Supervisor:
                 self.permits.clients[name] = Client(order=(float(order[0]), str(order[1])))
             return
         if "trial" in message:
+            self.wanted_by_tuner = int(message["wanted"])
             self._try(message["trial"])
             connection.send({"server": self._public()})
             return
@@ -484,7 +490,10 @@ class Supervisor:
         if trial != self.trial:
             self.trial = trial
             self.changed.set()
-            self.demand.set()
+            if trial is not None or any(client.open_want for client in self.permits.clients.values()):
+                self.demand.set()
+            else:
+                self.demand.clear()  # what the tuner finds is not written yet: the next turn starts the server
 
     def _grant(self) -> None:
         for name, number in self.permits.grants():
@@ -592,7 +601,7 @@ class Supervisor:
             sample,
             capacity=self.facts.capacity if self.facts else None,
             permits=self.permits.held,
-            wanted=self.permits.wanted,
+            wanted=self.permits.wanted if self.started_with is None else self.wanted_by_tuner,
         )
 
 

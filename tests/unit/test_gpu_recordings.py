@@ -1,0 +1,83 @@
+"""What was recorded of the tuner and the fleet on two H200s: what was foretold, and what the diagnosis says of it."""
+
+import gzip
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from draftmill.architecture import read_architecture
+from draftmill.bottleneck import Engine, Verdict, diagnose
+from draftmill.capacity import Workload, capacity
+from draftmill.gpus import GPUS
+from draftmill.server_flags import dialect_of_version, read_flags
+from draftmill.telemetry import Sample
+
+RECORDINGS = Path(__file__).parents[1] / "recordings"
+TUNING = RECORDINGS / "h200-tuning"
+QWEN = read_architecture(json.loads((RECORDINGS / "qwen3.6-27b-shape.config.json").read_text()))
+H200 = next(gpu for gpu in GPUS if gpu.name == "H200")
+VERSION = dialect_of_version("0.5.15.post1")
+DELAYED = "--disable-radix-cache --mem-fraction-static 0.935 --enable-prefill-delayer"
+LOAD = Workload(prompt_tokens=150, output_tokens=430, output_cv=0.77, max_tokens=1000)
+# the servers' own start-up lines: state slots, running requests, KV tokens
+SERVERS = {
+    "default": ("", 249, 49, 654_737),
+    "delayed": (DELAYED, 263, 263, 690_878),
+    "delayed-464": (f"{DELAYED} --max-running-requests 464", 464, 464, 218_729),
+}
+
+
+def recorded(name: str) -> list[Sample]:
+    """With the turns that the tuner wanted answered: then its trials' telemetry did not say so yet."""
+    text = gzip.decompress((TUNING / f"{name}.telemetry.jsonl.gz").read_bytes()).decode()
+    samples = [Sample.from_dict(json.loads(line)) for line in text.splitlines()]
+    return samples if any(s.wanted for s in samples) else [replace(s, wanted=36_716) for s in samples]
+
+
+def engine(flags: str) -> Engine:
+    return Engine(dialect=VERSION, flags=read_flags(flags), architecture=QWEN, gpu=H200)
+
+
+@pytest.mark.parametrize("name", SERVERS)
+def test_what_these_servers_hold_is_foretold(name: str) -> None:
+    flags, slots, running, tokens = SERVERS[name]
+    have = capacity(QWEN, H200.memory_bytes, read_flags(flags), LOAD, VERSION)
+    assert not have.refusals
+    assert have.state_slots == pytest.approx(slots, rel=0.03)
+    assert have.max_running == pytest.approx(running, rel=0.03)
+    assert have.kv_tokens == pytest.approx(tokens, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("name", "verdict", "says", "tok_s"),
+    [
+        ("default", Verdict.STATE, "249 state slots at 5 per request run 49", 905),
+        ("delayed", Verdict.COMPUTE, "of the bandwidth roofline", 4460),
+        ("delayed-464", Verdict.PREFILL, "prefill takes", 3085),
+        ("fleet-b", Verdict.COMPUTE, "of the bandwidth roofline", 4400),
+        ("single", Verdict.COMPUTE, "of the bandwidth roofline", 4500),
+    ],
+)
+def test_what_bound_each_is_named(name: str, verdict: Verdict, says: str, tok_s: float) -> None:
+    found = diagnose(recorded(name), engine(SERVERS.get(name, SERVERS["delayed"])[0]))
+    assert (found.verdict, says in found.evidence) == (verdict, True), found.evidence
+    assert found.steady_tok_s == pytest.approx(tok_s, rel=0.1)
+
+
+def test_the_cure_of_the_default_is_the_one_that_the_tuner_found() -> None:
+    advice = diagnose(recorded("default"), engine("")).advice
+    assert advice is not None and advice.flag is not None and "--disable-radix-cache" in advice.flag
+    assert advice.gain >= 1.5
+
+
+def test_shards_too_small_for_the_server_leave_it_waiting_for_its_client() -> None:
+    """225 turns a shard and one lease, against 263 slots."""
+    assert diagnose(recorded("whole"), engine(DELAYED)).verdict is Verdict.CLIENT
+
+
+def test_the_tuner_more_than_doubled_the_default() -> None:
+    lines = (TUNING / "measurements.jsonl").read_text().splitlines()
+    rate = {one["name"]: one["tok_s"] for one in map(json.loads, lines)}
+    assert max(rate.values()) >= 2.2 * rate["as asked"]
