@@ -91,6 +91,9 @@ def test_a_run_with_auto_measures_on_its_own_first_turns_and_goes_on_with_what_w
     # the servers of the run itself use it
     states = [json.loads(path.read_text()) for path in run.results.glob("fleet/*/*.json")]
     assert any("--disable-radix-cache" in state["flags"] and state["trial"] is None for state in states)
+    # what to expect stood in the log before the run's own servers started
+    logs = "".join(path.read_text() for path in (run.results / "logs" / "generate").glob("*.log"))
+    assert logs.count("expected of each server") == 1 and "radix cache off" in logs
     # what was measured on is in the dataset, and nothing was asked twice
     accounts = run.validation()
     assert accounts["turns"] == accounts["accepted"] + accounts["rejected"] and harness.doubled(run) == 0

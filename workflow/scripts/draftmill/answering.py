@@ -37,6 +37,7 @@ from draftmill.fleet.places import Fleet
 from draftmill.fleet.slots import slots
 from draftmill.generation import Row, Shard, Turn, Walk
 from draftmill.journal import Journal, Writer
+from draftmill.model import Model
 from draftmill.validation import too_many_rejected
 
 log = logging.getLogger("generate")
@@ -83,6 +84,7 @@ def generate(
     if pending:
         serving.check(config, shard.model)
         _tune_first(config, results, shard.model.identity)
+        _say_what_to_expect(config, results, shard.model)
         del rows  # each is given back when it is answered, and read again for the table
         _Asking(config, results, shard, journal, shard_file.stem, service_file, turns, settled, verdicts).run(
             pending
@@ -108,6 +110,34 @@ def _tune_first(config: settings.Config, results: Path, model_identity: str) -> 
 
         tune(config, results)
     lock.release()
+
+
+def _say_what_to_expect(config: settings.Config, results: Path, model: Model) -> None:
+    """Once a run, before its first server starts: the capacity model's table, and what SGLang will cut or refuse."""
+    slot = slots(config["operation"])[0]
+    if serving.engine_name(config["operation"], model) != "sglang" or not slot.gpus:
+        return
+    try:
+        (Fleet(results, processes.owner()).runtime / "expected").touch(exist_ok=False)
+    except FileExistsError:
+        return
+    from draftmill.candidates import table
+    from draftmill.expectations import expect
+
+    try:
+        expected = expect(config, results, slot, serving.server_spec(config, results, slot).flags)
+    except (
+        UserError
+    ) as unknown:  # a shape that the model does not know; what ails the server itself, it will say
+        log.info("nothing is foretold of the servers: %s", unknown)
+        return
+    if expected is None:
+        log.info("nothing is foretold of the servers: %s is not in the table of GPUs", slot.gpu_name)
+        return
+    log.info("expected of each server, and of other flags:\n%s", table(expected.found))
+    asked = expected.found[0].capacity
+    for sentence in (*asked.refusals, *asked.warnings):
+        log.warning("%s", sentence)
 
 
 class _Verdicts:

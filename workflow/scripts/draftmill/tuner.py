@@ -22,19 +22,18 @@ from typing import Any
 
 import requests
 
-from draftmill import bottleneck, candidates, capacity, engines, serving, tuning
+from draftmill import bottleneck, candidates, engines, tuning
 from draftmill import config as settings
 from draftmill.answering import LEASE, Asker
-from draftmill.architecture import read_architecture
 from draftmill.cures import Engine
 from draftmill.engines import Refused, Transient
 from draftmill.errors import UserError
+from draftmill.expectations import expect, given_flags
 from draftmill.fleet import processes
 from draftmill.fleet.client import Server
 from draftmill.fleet.places import Fleet
 from draftmill.fleet.slots import Slot, slots
 from draftmill.generation import Shard, Turn
-from draftmill.gpus import find_gpu
 from draftmill.journal import Journal, Writer
 from draftmill.server_flags import ServerFlags, read_flags
 from draftmill.telemetry import Sample, parse_prometheus
@@ -199,37 +198,26 @@ class _Tuner:
         self._circumstances = tuning.Circumstances(
             facts["engine"], str(facts["version"]), slot.gpu_name, shard.model.identity
         )
-        card = find_gpu(slot.gpu_name, slot.gpus[0].memory_bytes) if slot.gpus else None
         if facts["engine"] != "sglang":
             self._known = Engine(kind="llamacpp")
-        if card is None or shard.model.config is None or facts["engine"] != "sglang":
+        expected = (
+            expect(self._config, self._results, slot, self._asked.flags, str(facts["version"]))
+            if facts["engine"] == "sglang"
+            else None
+        )
+        if expected is None:
             log.warning(
                 "no capacity model for %s on %s: only the asked flags are measured",
                 facts["engine"],
                 slot.gpu_name,
             )
             return
-        self._known = Engine(
-            dialect=serving.dialect_of(str(facts["version"]), self._config["operation"]["server"]),
-            architecture=read_architecture(shard.model.config),
-            gpu=card,
-            gpu_memory_bytes=slot.gpus[0].memory_bytes,
-        )
-        assert self._known.architecture is not None
-        found = candidates.candidates(
-            self._known.architecture,
-            card,
-            self._all_flags(slot, self._asked),
-            self._workload(),
-            self._known.dialect,
-            allow_state_dtype=self._config["operation"]["tune"]["allow_state_dtype"],
-            gpu_memory_bytes=slot.gpus[0].memory_bytes,
-        )
+        self._known, found = expected.engine, expected.found
         log.info("expected, before measuring:\n%s", candidates.table(found))
         self._asked = self._candidates[0] = replace(
             self._asked, expected_capacity=found[0].capacity.max_running
         )
-        fixed = set(self._given_flags(slot, {}))
+        fixed = set(given_flags(self._config, slot, {}))
         for candidate in found[1:MOST_CANDIDATES]:
             flags = list(candidate.flags.asked)
             model: dict[str, Any] = {}
@@ -242,24 +230,8 @@ class _Tuner:
                 Setting(candidate.name, kept, candidate.gain, model, candidate.capacity.max_running)
             )
 
-    def _given_flags(self, slot: Slot, model: dict[str, Any]) -> tuple[str, ...]:
-        """The flags that the model block and the slot give, whatever the setting."""
-        parallel = ("--tp-size", str(len(slot.gpus))) if len(slot.gpus) > 1 else ()
-        return *engines.load("sglang").numerics_flags({**self._config["model"], **model}), *parallel
-
     def _all_flags(self, slot: Slot, setting: Setting) -> ServerFlags:
-        return read_flags([*self._given_flags(slot, setting.model), *setting.flags])
-
-    def _workload(self) -> capacity.Workload:
-        """The run's mean lengths: prompts as sharded; answers as in the journal, else half of max_tokens."""
-        mean_prompt = self._prompts["prompt_tokens"]["sum"] / max(1, self._prompts["usable"])
-        most = self._config["sampling"]["max_tokens"]
-        lengths = [
-            len(record.get("output_ids", ()))
-            for _, (_, record) in zip(range(2000), self._journal.records(), strict=False)
-        ]
-        output = sum(lengths) / len(lengths) if lengths else most / 2
-        return capacity.Workload(mean_prompt, max(1.0, output), max_tokens=most)
+        return read_flags([*given_flags(self._config, slot, setting.model), *setting.flags])
 
     def _shard(self, model: dict[str, Any]) -> Shard:
         return Shard({**self._config, "model": {**self._config["model"], **model}}, self._results / "model")
