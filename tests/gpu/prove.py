@@ -76,13 +76,8 @@ class Run:
         if visible is not None:
             environment["CUDA_VISIBLE_DEVICES"] = visible
         command = [sys.executable, "-m", "snakemake", *words, "--snakefile", str(ROOT / "Snakefile")]
-        command += [
-            "--cores",
-            "8",
-            "--nolock",
-            "--resources",
-            f"gpu={gpu}",
-        ]  # a step before may have been killed
+        command += ["--nolock"]  # a step before may have been killed
+        command += ["--cores", "8", "--resources", f"gpu={gpu}"]
         self.began = time.time()
         with (folder / "snakemake.log").open("ab") as log:
             self.process = subprocess.Popen(
@@ -271,9 +266,8 @@ def step(name: str, folder: Path) -> dict[str, Any]:
 def main() -> None:
     if len(sys.argv) < 3 or "--help" in sys.argv:
         raise SystemExit(__doc__)
-    signal.signal(
-        signal.SIGINT, signal.default_int_handler
-    )  # a shell's background job ignores it, and so would its children
+    # A shell's background job ignores Ctrl-C, and so would its children.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     folder = Path(sys.argv[1]).resolve()
     prepare(folder, folder / "model")
     for name in sys.argv[2:]:

@@ -215,7 +215,7 @@ def test_the_winner_stands_in_for_exactly_the_flags_it_was_measured_against(tmp_
     done = [measured(asked, 100), measured(won, 200)]
     for measurement in done:
         tuning.keep(tmp_path, measurement)
-    tuning.adopt(tmp_path, decide(done, asked), asked)
+    tuning.adopt(tmp_path, decide(done, asked), asked, HERE)
     assert in_force(config_with("--tp-size 2"), tmp_path) == won.flags
     assert in_force(config_with("--tp-size", "2", "auto"), tmp_path) == won.flags
     assert in_force(config_with(), tmp_path) is None
@@ -232,5 +232,5 @@ def test_the_winner_stands_in_for_exactly_the_flags_it_was_measured_against(tmp_
 
 def test_where_nothing_could_be_measured_the_asked_flags_are_kept_as_the_tuned_ones(tmp_path: Path) -> None:
     """So that the next server does not tune again."""
-    tuning.adopt(tmp_path, decide([], ASKED), ASKED)
+    tuning.adopt(tmp_path, decide([], ASKED), ASKED, HERE)
     assert in_force(config_with("--tp-size 2"), tmp_path) == ASKED.flags

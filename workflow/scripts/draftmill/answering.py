@@ -47,7 +47,7 @@ CONNECT_S = 10.0
 CONNECTIONS = 4096  # kept open to one server; more is never granted
 EXAMPLES = 3
 SHARD_CAPACITIES = 5  # turns of a shard over a server's capacity that keep a fleet busy (simulated)
-JUDGE_EVERY = 8  # once validation.reject_limit_after are judged, one conversation in eight is
+JUDGE_EVERY = 8  # of the conversations after the first validation.reject_limit_after, one in eight is judged
 ALL_REFUSED = 20  # refusals in a row from the start: the request is wrong, not the prompts
 
 
@@ -62,18 +62,8 @@ def generate(
     shard = Shard(config, results / "model")
     journal = Journal(results / "journal")
     rows = shard.rows(shard_file)
-    pending: list[Row] = []
-    settled = 0
     turns = sum(row.turn_count for row in rows)
-    verdicts = _Verdicts(config["validation"])
-    for row in rows:
-        walk = shard.walk(row, journal.get, judge_last=False)
-        settled += len(walk.facts)
-        if walk.next is not None:
-            pending.append(row)
-    for row in filter(verdicts.wants, rows if pending else ()):  # what was rejected before counts, too
-        walk = shard.walk(row, journal.get)
-        verdicts.count(row, walk, len(walk.facts))
+    pending, begun, settled = _unfinished(shard, rows, journal)
     changes = science.record(config, results)
     if changes and pending:
         new, total = shard.new_conversations(sorted(shard_file.parent.glob("*.parquet")), journal)
@@ -83,9 +73,15 @@ def generate(
     log.info("%s: %d turns, %d of them in the journal", shard_file.stem, turns, settled)
     if pending:
         serving.check(config, shard.model)
-        _tune_first(config, results, shard.model.identity)
+        if _tune_first(config, results, shard.model.identity):
+            journal.refresh()  # with the answers to what the tuner asked
+            pending, begun, settled = _unfinished(shard, rows, journal)
         _say_what_to_expect(config, results, shard.model)
-        del rows  # each is given back when it is answered, and read again for the table
+        verdicts = _Verdicts(config["validation"])
+        for row in filter(verdicts.wants, begun):  # what was rejected before counts, too
+            walk = shard.walk(row, journal.get)
+            verdicts.count(row, walk, len(walk.facts))
+        del rows, begun  # each is given back when it is answered, and read again for the table
         _Asking(config, results, shard, journal, shard_file.stem, service_file, turns, settled, verdicts).run(
             pending
         )
@@ -97,10 +93,26 @@ def generate(
     journal.close()
 
 
-def _tune_first(config: settings.Config, results: Path, model_identity: str) -> None:
-    """With ``auto`` among the server's flags: one job of the run measures, the others wait for what it finds."""
+def _unfinished(shard: Shard, rows: list[Row], journal: Journal) -> tuple[list[Row], list[Row], int]:
+    """The conversations that lack an answer, those with one or more, and how many turns are settled in all."""
+    pending: list[Row] = []
+    begun: list[Row] = []
+    settled = 0
+    for row in rows:
+        walk = shard.walk(row, journal.get, judge_last=False)
+        settled += len(walk.facts)
+        if walk.facts:
+            begun.append(row)
+        if walk.next is not None:
+            pending.append(row)
+    return pending, begun, settled
+
+
+def _tune_first(config: settings.Config, results: Path, model_identity: str) -> bool:
+    """With ``auto`` among the server's flags: one job of the run measures, the others wait for what it finds.
+    Returns whether the flags are so tuned."""
     if config["operation"]["engine"] == "attach" or not settings.server_flags(config).tuned:
-        return
+        return False
     lock = Lock(Fleet(results, processes.owner()).runtime / "tuning.lock")
     while not lock.take():
         time.sleep(1)
@@ -110,6 +122,7 @@ def _tune_first(config: settings.Config, results: Path, model_identity: str) -> 
 
         tune(config, results)
     lock.release()
+    return True
 
 
 def _say_what_to_expect(config: settings.Config, results: Path, model: Model) -> None:

@@ -61,9 +61,8 @@ class Tokenizer:
     def _special_spellings(self) -> tuple[frozenset[str], tuple[str, ...]]:
         added = self.backend.get_added_tokens_decoder().values()
         spellings = tuple(token.content for token in added if token.special and token.content)
-        return frozenset(
-            spelling[0] for spelling in spellings
-        ), spellings  # one character rules most texts out
+        # Their first characters rule most texts out.
+        return frozenset(spelling[0] for spelling in spellings), spellings
 
     @property
     def vocab_size(self) -> int:

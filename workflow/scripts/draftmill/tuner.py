@@ -124,7 +124,8 @@ class _Tuner:
             raise self._faults[0]
         done = tuning.read_measurements(self._results, self._circumstances)
         decision = tuning.decide(done, self._asked)
-        tuning.adopt(self._results, decision, self._asked)
+        assert self._circumstances is not None, "a server has started, or its fault was raised"
+        tuning.adopt(self._results, decision, self._asked, self._circumstances)
         for line in table(done):
             log.info("%s", line)
         log.warning("tuning: %s", decision.reason)
@@ -182,6 +183,8 @@ class _Tuner:
             if not any(m.of(self._asked) for m in done):
                 return self._asked
         self._planned.wait()
+        if self._circumstances is None:  # the first server did not start: run raises why
+            return None
         with self._lock:
             done = tuning.read_measurements(self._results, self._circumstances)
             for setting in tuning.remaining(self._candidates, done):
@@ -308,7 +311,7 @@ class _Bench:
         self._connection.settimeout(timeout_s + 300)
         while line := self._line():
             message = json.loads(line)
-            if "trial_failed" in message:
+            if "trial_failed" in message and message["trial"] == trial:
                 raise _StartFailed(message["trial_failed"])
             facts: dict[str, Any] = message.get("server", {})
             if facts.get("trial") == trial and facts["state"] == "ready":
@@ -320,8 +323,11 @@ class _Bench:
     def _line(self) -> str:
         try:
             return self._lines.readline()
-        except TimeoutError as fault:
-            raise _StartFailed("its supervisor said nothing for too long") from fault
+        except OSError as fault:
+            raise UserError(
+                f"The supervisor of {self.slot.name} said nothing for too long; "
+                f"see {self.fleet.supervisor_log(self.slot.name)}."
+            ) from fault
 
     def server(self, facts: dict[str, Any]) -> Server:
         return Server(
@@ -411,7 +417,7 @@ class _Load:
     ) -> Measurement:
         steady = [s for s in samples if steady_from is not None and s.t >= steady_from]
         rates = _rates(samples, steady_from) if steady_from is not None else []
-        if not rates:
+        if not rates or (outcome is None and self._fault is not None):
             why = (
                 f"its server failed: {self._fault}"
                 if self._fault
@@ -473,13 +479,13 @@ def _without(flags: list[str], fixed: set[str]) -> list[str]:
 def table(done: list[Measurement]) -> list[str]:
     """The measurements as lines of text, best first."""
     head = (
-        f"{'setting':<60} {'outcome':<9} {'tok/s':>8} {'±':>6} {'running':>8} {'cap':>5} {'expected':>8} "
-        f"{'gain':>7} {'expected':>8}  what binds"
+        f"{'setting':<60} {'outcome':<9} {'tok/s':>8} {'±':>6} {'running':>8} {'cap':>5} {'exp. cap':>8} "
+        f"{'gain':>7} {'exp. gain':>9}  what binds"
     )
     base = next((m.tok_s for m in done if m.expected_gain == 1.0 and m.tok_s), None)
     rows = [
         f"{m.name[:60]:<60} {m.outcome:<9} {m.tok_s:>8.0f} {m.error:>6.0f} {m.running:>8.0f} {m.capacity:>5} "
-        f"{m.expected_capacity:>8} {m.tok_s / base if base else 0:>6.2f}× {m.expected_gain:>7.2f}×  {m.verdict or m.detail.partition(chr(10))[0][:80]}"
+        f"{m.expected_capacity:>8} {m.tok_s / base if base else 0:>6.2f}× {m.expected_gain:>8.2f}×  {m.verdict or m.detail.partition(chr(10))[0][:80]}"
         for m in sorted(done, key=lambda m: -m.tok_s)
     ]
     return [head, *rows]

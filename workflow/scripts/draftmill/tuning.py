@@ -35,10 +35,6 @@ class Setting:
     model: dict[str, Any] = field(default_factory=dict)
     expected_capacity: int = 0  # running requests, by the capacity model
 
-    @property
-    def changes_answers(self) -> bool:
-        return bool(self.model)
-
 
 @dataclass(frozen=True)
 class Circumstances:
@@ -105,7 +101,7 @@ def worth_trying(setting: Setting, done: Sequence[Measurement], asked: Setting) 
     """Whether a setting can still win, going by the capacity model and how it was off so far."""
     measured = [m for m in done if m.outcome == "measured"]
     base = next((m for m in measured if m.of(asked)), None)
-    if base is None or not measured:
+    if base is None:
         return True
     best = max(m.tok_s for m in measured)
     # The model's gain may be off by as much as it was for the settings measured so far, and a bit.
@@ -182,7 +178,7 @@ def keep(results: Path, measurement: Measurement) -> None:
         file.write("\n" + json.dumps(asdict(measurement)) + "\n")
 
 
-def adopt(results: Path, decision: Decision, asked: Setting) -> None:
+def adopt(results: Path, decision: Decision, asked: Setting, circumstances: Circumstances) -> None:
     """Writes ``winner.json``: from now on servers that would start with the asked flags use the adopted ones
     (the asked ones themselves, where nothing could be measured)."""
     adopted = decision.adopted
@@ -193,7 +189,7 @@ def adopt(results: Path, decision: Decision, asked: Setting) -> None:
         "name": adopted.name if adopted else asked.name,
         "tok_s": adopted.tok_s if adopted else None,
         "asked_tok_s": decision.asked.tok_s if decision.asked else None,
-        "circumstances": asdict(adopted.circumstances) if adopted else None,
+        "circumstances": asdict(circumstances),
         "reason": decision.reason,
         "proposals": list(decision.proposals),
     }
@@ -212,6 +208,6 @@ def adopted_flags(
     if tuple(winner["asked"]) != settings.server_flags(config).words:
         return None
     where = winner["circumstances"]
-    if where is not None and (where["gpu"], where["model"]) != (gpu, model_identity):
+    if (where["gpu"], where["model"]) != (gpu, model_identity):
         return None
     return tuple(winner["flags"])

@@ -33,12 +33,12 @@ def _listed(text: str) -> list[str]:
     return [part.strip() for part in text.split(",") if part.strip()]
 
 
-def seconds_left(environment: Mapping[str, str] = os.environ) -> float | None:
+def seconds_left() -> float | None:
     """Seconds to the allocation's time limit, as it is now; None without one, or where Slurm does not say.
 
     Slurm is asked, since its environment variable is new (23.02) and an administrator may move the limit.
     """
-    name = job(environment)
+    name = job()
     if name is None:
         return None
     command = ["squeue", "--noheader", "--format=%L", f"--jobs={name}"]

@@ -174,9 +174,8 @@ class Client(Generic[T]):
     def run(self, tasks: Iterable[Task[T]]) -> None:
         """Returns when every task and all that followed from them are answered or given up.
 
-        Raises UserError when no server is left, when turns failed again and again on living servers, or when
-        the time is up;
-        OSError from ``answer`` (a full disk) ends it too.
+        Raises UserError when no server is left, when turns failed again and again on living servers, or when the
+        time is up; OSError from ``answer`` (a full disk) ends it too.
         """
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         for task in tasks:
@@ -184,6 +183,7 @@ class Client(Generic[T]):
         threads = Threads("turn")
         try:
             while self._in_flight or self._waiting:
+                self._check_time()
                 self._look_for_supervisors()
                 for key, _ in self._selector.select(self._patience()):
                     if key.data is None:
@@ -197,7 +197,6 @@ class Client(Generic[T]):
                 self._dispatch(threads)
                 self._say()
                 self._check_hope()
-                self._check_time()
                 self.tick(self.figures)
         finally:
             threads.close()

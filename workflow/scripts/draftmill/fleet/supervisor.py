@@ -9,7 +9,7 @@ A detached process, one a slot. It speaks lines of JSON over a Unix socket:
     to everybody             {"server": {...}} when something changed, {"down": epoch, "reason": …}
     to a client              {"granted": n, "epoch": epoch, "alone": bool}
     from the tuner           {"trial": {"flags": […], "model": {…}}, "wanted": n}: serve with these instead, nobody
-                             but the tuner, which has n turns, until it goes; {"trial_failed": reason} back when
+                             but the tuner, which has n turns, until it goes; {"trial_failed": reason, "trial"} back when
                              that cannot be
 
 It never sees a prompt or an answer.
@@ -205,7 +205,7 @@ class Supervisor:
                         await self._put_away(str(reason))
                         if PORT_TAKEN in str(reason).lower():  # that says nothing of the setting
                             continue
-                        self._tell({"trial_failed": str(reason)})
+                        self._tell({"trial_failed": str(reason), "trial": self.started_with})
                         await self.changed.wait()
         except (_GivenUp, UserError) as reason:
             log.error("%s", reason)
@@ -259,7 +259,7 @@ class Supervisor:
             " (operation.client.concurrency)" if fixed else "",
         )
         self.permits.limit = 0 if self.trial is not None else at_once
-        self.progress = _Progress()
+        self.progress, self.silent_since = _Progress(), 0.0
         self._become("ready")
         self._grant()
         await self._until_down()
@@ -430,13 +430,13 @@ class Supervisor:
     def _end_engine(self) -> None:
         """Ends the engine and everything that came of it, the keeper's orphans included."""
         keeper, self.keeper = self.keeper, None
+        if keeper is not None and keeper.poll() is None:
+            keeper.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                keeper.wait(GRACE_S + 2)
+        me = os.getpid()
+        processes.end(lambda: processes.descendants(me), grace_s=0)
         if keeper is not None:
-            if keeper.poll() is None:
-                keeper.terminate()
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    keeper.wait(GRACE_S + 2)
-            me = os.getpid()
-            processes.end(lambda: processes.descendants(me), grace_s=0)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 keeper.wait(1)
         self.address = None
