@@ -86,7 +86,7 @@ def test_a_run_with_auto_measures_on_its_own_first_turns_and_goes_on_with_what_w
     by_name = {one["name"]: one for one in measurements(run)}
     asked = by_name["as asked"]
     assert (asked["capacity"], asked["verdict"]) == (49, "state-bound")
-    assert "248 state slots at 5 per request run 49" in asked["evidence"]
+    assert "49 running of at most 49" in asked["evidence"]
     assert asked["expected_capacity"] == pytest.approx(49, abs=1)
     assert len(by_name) == len(measurements(run)) >= 2, "a setting was measured twice"
     # the servers of the run itself use it
