@@ -29,6 +29,8 @@ include: "workflow/rules/report.smk"
 rule all:
     default_target: True
     input:
+        rules.shard_prompts.output.summary,
+        rules.merge.output,
         rules.drafter_dataset.output,
         rules.throughput.output,
         rules.report_items.output,

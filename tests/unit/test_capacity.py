@@ -1,5 +1,6 @@
 """The capacity model: against real servers' logs, against known models, and its laws."""
 
+import argparse
 import gzip
 import json
 import re
@@ -480,6 +481,14 @@ def test_by_hand_with_what_is_not_there(tmp_path: Path) -> None:
         capacity_command.choose_gpu(None, None)
     with pytest.raises(UserError, match="X100"):
         capacity_command.choose_gpu("X100", 80)
+
+
+@pytest.mark.parametrize("text", ["nan", "inf", "0", "-1", "many"])
+def test_odd_numbers_by_hand_are_refused(text: str) -> None:
+    with pytest.raises((argparse.ArgumentTypeError, ValueError)):
+        capacity_command.positive(text)
+    with pytest.raises((argparse.ArgumentTypeError, ValueError)):
+        capacity_command.positive_count(text)
 
 
 def test_weights_on_disk_are_taken_as_they_are(tmp_path: Path) -> None:

@@ -141,7 +141,7 @@ def test_too_little_is_no_estimate() -> None:
 
 
 def test_nothing_at_all_is_a_line_too() -> None:
-    assert line(summary(T, None, [], [], [], {})) == "0 of 0 turns; no rate yet; all turns done"
+    assert line(summary(T, None, [], [], [], {})) == "0 of 0 turns; no rate yet; time left not known yet"
 
 
 def test_prometheus_text_is_well_formed() -> None:

@@ -112,6 +112,17 @@ def test_a_lost_shard_comes_back_from_the_journal(project: Project) -> None:
     assert json.loads(state.read_text())["engine"] == "llamacpp"  # though none was started again
 
 
+def test_lost_outputs_come_back_without_a_request(project: Project) -> None:
+    requests = project.requests()
+    lost = [project.results / name for name in ("merged.parquet", "rejected.parquet", "validation.json")]
+    for path in lost:
+        path.unlink()
+    (project.results / "config.json").write_text("")  # as a power cut may leave it
+    done = project.snakemake("--cores", "8", "--resources", "gpu=8")
+    assert done.returncode == 0, done.stderr
+    assert all(path.exists() for path in lost) and project.requests() == requests
+
+
 def test_growing_asks_for_new_turns_only(project: Project) -> None:
     requests = project.requests()
     old = [json.loads(line) for line in (project.folder / "prompts.jsonl").read_text().splitlines()]
@@ -235,11 +246,32 @@ def test_a_mistake_is_one_sentence_and_exit_code_1(
     assert "Traceback" not in done.stderr
 
 
+def test_braces_in_a_name_are_refused_in_a_sentence(tmp_path: Path) -> None:
+    project = Project.make(tmp_path / "project")
+    (project.folder / "prompts.jsonl").rename(project.folder / "p{1}.jsonl")
+    project.configure({"prompts": {"files": ["p{1}.jsonl"]}})
+    done = project.snakemake("-n")
+    assert (
+        done.returncode == 1 and "takes the braces in p{1}.jsonl for a wildcard" in done.stdout + done.stderr
+    )
+
+
 def test_an_empty_prompt_set(tmp_path: Path) -> None:
     project = Project.make(tmp_path / "empty")
     project.prompts([{"prompt": " "}])
     done = project.snakemake("results/prompts.json")
     assert done.returncode == 1 and "skipped.parquet" in done.stderr
+
+
+def test_results_may_lie_behind_a_link(tmp_path: Path) -> None:
+    project = Project.make(tmp_path / "project")
+    project.prompts([{"id": "q{0}", "prompt": "Name a colour."}])
+    project.configure({"shards": 1})
+    (tmp_path / "large-disk").mkdir()
+    project.results.symlink_to(tmp_path / "large-disk")
+    done = project.snakemake("results/merged.parquet")
+    assert done.returncode == 0, done.stderr
+    assert project.requests() == 1
 
 
 def test_a_taken_port(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ if str(SCRIPTS) not in sys.path:
 from draftmill import config as configuration
 from draftmill import prompts as prompt_files
 from draftmill.errors import UserError
-from draftmill import snakemake_pool, snakemake_step
+from draftmill import snakemake_lock, snakemake_pool, snakemake_step
 from draftmill.fleet import processes
 
 try:
@@ -28,6 +28,11 @@ try:
     ]
     watched = [name for name in named if not name.startswith("package:")]
     local_prompts = [str(source.path) for source in prompt_files.find_sources(watched)]
+    for place in (str(Path.cwd()), *local_prompts):
+        if "{" in place or "}" in place:
+            raise UserError(
+                f"Snakemake takes the braces in {place} for a wildcard; use a name without them."
+            )
 except UserError as fault:
     raise WorkflowError(str(fault)) from None
 
@@ -43,6 +48,7 @@ if not workflow.subprocess_exec:
     processes.claim_owner()
     snakemake_pool.widen(settings["shards"])
     snakemake_step.unite(workflow)
+    snakemake_lock.make_reentrant()
 
 
 wildcard_constraints:

@@ -22,5 +22,7 @@ def replacing(path: Path) -> Iterator[Path]:
 def write_aside(path: Path, content: str | bytes) -> None:
     """Replaces ``path`` by ``content`` (text as UTF-8) in one step, so that a reader never sees half of it."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with replacing(path) as aside:
-        aside.write_bytes(content.encode() if isinstance(content, str) else content)
+    with replacing(path) as aside, aside.open("wb") as file:
+        file.write(content.encode() if isinstance(content, str) else content)
+        file.flush()
+        os.fsync(file.fileno())  # else a power cut may leave an empty file under the name

@@ -5,6 +5,7 @@ Knows files and arguments; the figures are capacity.py's.
 
 import argparse
 import json
+import math
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -20,25 +21,49 @@ from draftmill.server_flags import UNKNOWN, Dialect, dialect_of_help, dialect_of
 ASSUMED_VERSION = "0.5.15.post1"
 
 
+def positive(text: str) -> float:
+    """A finite number above 0, for argparse."""
+    value = float(text)
+    if not (math.isfinite(value) and value > 0):
+        raise argparse.ArgumentTypeError(f"{text} is no finite number above 0")
+    return value
+
+
+def not_negative(text: str) -> float:
+    """0, or a finite number above it, for argparse."""
+    return 0.0 if float(text) == 0 else positive(text)
+
+
+def positive_count(text: str) -> int:
+    """A whole number above 0, for argparse."""
+    return int(positive(str(int(text))))
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of this sub-command."""
     parser.add_argument(
         "--model", type=Path, required=True, help="model folder with a config.json, or that file"
     )
     parser.add_argument(
-        "--gpu-memory-gb", type=float, help="memory of one GPU, as it is sold (141 for an H200)"
+        "--gpu-memory-gb", type=positive, help="memory of one GPU, as it is sold (141 for an H200)"
     )
     parser.add_argument("--gpu", help="GPU model, for its bandwidth and arithmetic, for example H200")
     parser.add_argument("--flags", default="", help="SGLang flags as one text")
     parser.add_argument("--engine-version", help=f"SGLang version (default {ASSUMED_VERSION})")
     parser.add_argument("--engine-help", type=Path, help="file with the output of its --help: more exact")
-    parser.add_argument("--prompt-tokens", type=float, default=200, help="mean prompt length (default 200)")
-    parser.add_argument("--output-tokens", type=float, default=3000, help="mean output length (default 3000)")
     parser.add_argument(
-        "--output-cv", type=float, default=0.0, help="spread of output lengths over their mean"
+        "--prompt-tokens", type=positive, default=200, help="mean prompt length (default 200)"
     )
-    parser.add_argument("--mean-length", type=float, help="mean prompt + output; sets --output-tokens")
-    parser.add_argument("--clients", type=int, help="requests sent at once (default: as many as fit)")
+    parser.add_argument(
+        "--output-tokens", type=positive, default=3000, help="mean output length (default 3000)"
+    )
+    parser.add_argument(
+        "--output-cv", type=not_negative, default=0.0, help="spread of output lengths over their mean"
+    )
+    parser.add_argument("--mean-length", type=positive, help="mean prompt + output; sets --output-tokens")
+    parser.add_argument(
+        "--clients", type=positive_count, help="requests sent at once (default: as many as fit)"
+    )
     parser.add_argument(
         "--allow-state-dtype", action="store_true", help="offer a bf16 state: it changes answers"
     )
@@ -130,7 +155,11 @@ def choose_gpu(name: str | None, memory_gb: float | None) -> tuple[Gpu, int]:
 def choose_dialect(version: str | None, help_file: Path | None) -> Dialect:
     """The flags that the engine knows, by its --help text, else by its version, else the lasting ones."""
     if help_file is not None:
-        return dialect_of_help(help_file.read_text(encoding="utf-8"), version or "")
+        try:
+            text = help_file.read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            raise UserError(f"{help_file} cannot be read as the text of --help: {error}") from None
+        return dialect_of_help(text, version or "")
     return dialect_of_version(version) if version else UNKNOWN
 
 

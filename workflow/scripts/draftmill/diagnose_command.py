@@ -11,7 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from draftmill.bottleneck import Diagnosis, Engine, diagnose
-from draftmill.capacity_command import choose_dialect, choose_gpu, read_model
+from draftmill.capacity_command import choose_dialect, choose_gpu, positive, read_model
 from draftmill.errors import UserError
 from draftmill.gpus import find_gpu, parse_reference
 from draftmill.server_flags import UNKNOWN, ServerFlags, dialect_of_version, read_flags
@@ -23,12 +23,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("file", type=Path, help="telemetry or snapshots of metrics, JSON lines, .gz too")
     parser.add_argument("--model", type=Path, help="model folder: predictions then come from its shape")
     parser.add_argument("--gpu", help="GPU model, for example H200")
-    parser.add_argument("--gpu-memory-gb", type=float, help="memory of one GPU, as it is sold")
+    parser.add_argument("--gpu-memory-gb", type=positive, help="memory of one GPU, as it is sold")
     parser.add_argument("--flags", help="SGLang flags that the server ran with, as one text")
     parser.add_argument("--engine-version", help="SGLang version, for the flags that it knows")
     parser.add_argument("--engine-help", type=Path, help="file with the output of its --help: more exact")
     parser.add_argument("--reference", help="what was expected: tok/s, or 'a quarter of a B200'")
-    parser.add_argument("--window-s", type=float, default=30.0, help="length of a window (default 30)")
+    parser.add_argument("--window-s", type=positive, default=30.0, help="length of a window (default 30)")
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 

@@ -258,7 +258,7 @@ def summary(
         queued=sum(server.queued or 0 for server in servers),
         failed=sum(int(value_at(events, "failed", t)) for events in part),
         requeued=sum(int(value_at(events, "requeued", t)) for events in part),
-        left=time_left(part, planned - done, t),
+        left=time_left(part, planned - done, t) if planned else None,
         binds=max(verdicts, key=verdicts.count) if verdicts else None,
         rejects=rejects,
         servers=tuple(servers),

@@ -18,7 +18,10 @@ def record(config: settings.Config, results: Path) -> list[str]:
     """Keeps the whole configuration in ``results/config.json``; says which scientific values are new in it
     ("sampling.temperature: 1.0 -> 0.7")."""
     path = results / FILE
-    before = json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+    try:
+        before = json.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, ValueError):  # none yet, or torn by a power cut
+        before = None
     if before != config:
         write_aside(path, json.dumps(config, indent=1, ensure_ascii=False))
     if before is None:
@@ -31,7 +34,10 @@ def recorded(results: Path) -> settings.Config:
     path = results / FILE
     if not path.exists():
         raise UserError(f"{path} does not exist; {results} holds no run that has begun to generate.")
-    found: settings.Config = json.loads(path.read_text(encoding="utf-8"))
+    try:
+        found: settings.Config = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as fault:
+        raise UserError(f"{path} is damaged ({fault}); the next run writes it anew.") from fault
     return found
 
 

@@ -438,7 +438,8 @@ def _output(command: Sequence[str], variables: Mapping[str, str]) -> str:
         )
     except (OSError, subprocess.TimeoutExpired) as fault:
         raise UserError(
-            f"SGLang cannot be asked for its flags ({fault}); check {COMMAND_VARIABLE}."
+            f"SGLang cannot be asked for its flags ({fault}); check operation.server.python, or {COMMAND_VARIABLE} "
+            "where that is set."
         ) from fault
     if ran.returncode != 0 or not ran.stdout.strip():
         cause = SGLang().likely_cause(ran.stderr) or (ran.stderr.strip().splitlines() or ["no output"])[-1]

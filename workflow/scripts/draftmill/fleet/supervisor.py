@@ -319,7 +319,7 @@ class Supervisor:
             [*head, *launch.argv],
             env=environment,
             stdin=subprocess.DEVNULL,
-            cwd=self.fleet.results.resolve().parent,
+            cwd=self.fleet.results.absolute().parent,  # not behind a link: paths count from here
         )
 
     async def _until_ready(self, keeper: subprocess.Popen[bytes] | None) -> None:
