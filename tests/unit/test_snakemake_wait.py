@@ -1,0 +1,36 @@
+"""What a shard's job does until its lease is there."""
+
+import asyncio
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from snakemake import jobs
+
+from draftmill import snakemake_wait
+
+
+def test_a_file_that_comes_soon_is_there_before_snakemake_looks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[bool] = []
+
+    async def wait(files: list[str], **options: Any) -> None:
+        seen.extend(Path(file).exists() for file in files)
+
+    monkeypatch.setattr(jobs, "wait_for_files", wait)
+    snakemake_wait.look_often()
+    lease = tmp_path / "lease.json"
+    threading.Timer(0.2, lease.touch).start()
+    asyncio.run(jobs.wait_for_files([str(lease)]))
+    assert seen == [True]
+
+
+def test_a_service_that_is_over_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def wait(files: list[str], **options: Any) -> None: ...
+
+    monkeypatch.setattr(jobs, "wait_for_files", wait)
+    monkeypatch.setattr(snakemake_wait, "SOON_S", 1e9)
+    snakemake_wait.look_often()
+    asyncio.run(jobs.wait_for_files([str(tmp_path / "lease.json")], ignore_pipe_or_service=True))
