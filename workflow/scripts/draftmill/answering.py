@@ -139,9 +139,8 @@ def _say_what_to_expect(config: settings.Config, results: Path, model: Model) ->
 
     try:
         expected = expect(config, results, slot, serving.server_spec(config, results, slot).flags)
-    except (
-        UserError
-    ) as unknown:  # a shape that the model does not know; what ails the server itself, it will say
+    except UserError as unknown:
+        # A shape that the capacity model does not know; what ails the server itself, it will say.
         log.info("nothing is foretold of the servers: %s", unknown)
         return
     if expected is None:
@@ -213,9 +212,8 @@ class Asker:
         )
         self._server = functools.cache(self._connect)
         self._connecting = threading.Lock()
-        self._fresh: dict[
-            tuple[str, int], dict[str, dict[str, Any]]
-        ] = {}  # answers of unfinished conversations
+        # Answers of unfinished conversations, by their keys.
+        self._fresh: dict[tuple[str, int], dict[str, dict[str, Any]]] = {}
         self._engine = functools.cache(engines.load)
 
     def answer(self, turn: Turn, server: Server, attempt: int, judge_last: bool = True) -> Walk:

@@ -201,13 +201,10 @@ class _Tuner:
         self._circumstances = tuning.Circumstances(
             facts["engine"], str(facts["version"]), slot.gpu_name, shard.model.identity
         )
-        if facts["engine"] != "sglang":
-            self._known = Engine(kind="llamacpp")
-        expected = (
-            expect(self._config, self._results, slot, self._asked.flags, str(facts["version"]))
-            if facts["engine"] == "sglang"
-            else None
-        )
+        if facts["engine"] == "sglang":
+            expected = expect(self._config, self._results, slot, self._asked.flags, str(facts["version"]))
+        else:
+            expected, self._known = None, Engine(kind="llamacpp")
         if expected is None:
             log.warning(
                 "no capacity model for %s on %s: only the asked flags are measured",
