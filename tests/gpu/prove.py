@@ -7,13 +7,16 @@ runs this must have snakemake and sglang. Each step prints what it measured as o
 FOLDER/proof.jsonl; the runs' own files stay in FOLDER. Steps:
 
     tune     `snakemake tune` on all GPUs, one setting on each side by side
-    fleet    the plain run on all GPUs, named by their indices backwards; in the end one GPU is made busy with
-             something else; then SIGKILL to Snakemake
+    fleet    the plain run on all GPUs, named by their indices backwards, with long answers; in the end one GPU is
+             made busy with something else; then SIGTERM to the run's process group
     single   the same on the last GPU alone, named by the beginning of its UUID; then Ctrl-C
-    pair     one server on two GPUs, some turns, to the end of the workflow
+    early    the same on all GPUs; SIGKILL to Snakemake while the servers load
+    pair     one server on two GPUs, named by their UUIDs, some turns, to the end of the workflow
     whole    one server on one GPU, some turns, to the end of the workflow
-    early    SIGTERM to the run's process group while the servers load
-    alone    `snakemake tune` on one GPU alone, in a folder of its own
+    alone    `snakemake tune` on one GPU alone
+
+tune, alone and the runs to their end ask for answers of about 430 tokens, the others for about 1,500; all but tune and
+alone use the flags that tune adopted.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ import contextlib
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -34,11 +38,16 @@ import yaml
 
 ROOT = Path(__file__).resolve().parents[2]
 PROMPTS = 40_000
-FEW_PROMPTS = 900
+FEW_PROMPTS = {"pair": 300, "whole": 900}
+SHORT = {"stops": 500, "max_tokens": 1000}
+LONG = {"stops": 150, "max_tokens": 4000}
 MARK = "DRAFTMILL_PROOF"
-STEADY_S, BUSY_S = 75, 40
+SETTLE_S = 90  # from full servers until answers of all ages are in them
+STEADY_S, BUSY_S = 120, 40
 END_S = 10  # after so long nothing of a run may be left
 START_S = 420  # cold kernels included
+LOADING_S = 30  # in the middle of a server's start
+ALONE_S = 280
 BUSY = """
 import time, torch
 a = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
@@ -125,16 +134,25 @@ class Run:
             f"the servers were not full in time: {self.states()}; see {self.folder}/snakemake.log"
         )
 
-    def rates(self, seconds: float) -> dict[str, dict[str, float]]:
-        """By slot, over the coming seconds: output tok/s, and mean running requests against the capacity."""
+    def rates(self, seconds: float) -> dict[str, dict[str, float | None]]:
+        """By slot, over the coming seconds: output tok/s, mean running requests against the capacity, and the shares
+        of the time that prefills and decode steps took."""
         time.sleep(seconds)
         found = {}
         for slot, state in self.states().items():
             samples = self.samples(slot, seconds)
             first, last = samples[0], samples[-1]
             running = sum(sample["running"] for sample in samples) / len(samples)
+
+            def rate(of: str, first: dict[str, Any] = first, last: dict[str, Any] = last) -> float | None:
+                told = first[of] is not None and last[of] is not None
+                return (last[of] - first[of]) / (last["t"] - first["t"]) if told else None
+
             found[slot] = {
-                "tok_s": (last["decode_tokens"] - first["decode_tokens"]) / (last["t"] - first["t"]),
+                "tok_s": rate("decode_tokens"),
+                "prefill": rate("prefill_s"),
+                "decode": rate("decode_s"),
+                "answers_s": rate("finished"),
                 "running": running,
                 "capacity": state["capacity"],
                 "utilisation": running / state["capacity"],
@@ -170,19 +188,23 @@ def _marked(folder: Path) -> Iterator[str]:
                 yield f"{entry.name} {(entry / 'cmdline').read_bytes().replace(bytes(1), b' ').decode()[:120]}"
 
 
-def prepare(folder: Path, model: Path, limit: int | None = None, **operation: Any) -> None:
-    """Writes the prompts and the config once. Lengths are geometric with a mean of about 430 tokens: random weights
-    draw every token about equally often, so each of 500 stop tokens among 248,320 ends an answer by chance."""
+def prepare(folder: Path, top: Path, answers: dict[str, int], limit: int = PROMPTS, **operation: Any) -> Path:
+    """Writes the prompts and the config once, and takes over what was tuned in ``top``. Lengths are geometric: random
+    weights draw every token about equally often, so each of 500 stop tokens among 248,320 ends an answer by chance."""
     if (folder / "config.yaml").exists():
-        return
-    folder.mkdir(exist_ok=True)
+        return folder
+    (folder / "results").mkdir(parents=True, exist_ok=True)
+    if folder != top and (top / "results" / "tuning").exists():
+        shutil.copytree(top / "results" / "tuning", folder / "results" / "tuning")
     make = [sys.executable, str(Path(__file__).with_name("make_prompts.py"))]
-    subprocess.run([*make, str(folder / "prompts.jsonl"), str(limit or PROMPTS)], check=True)
+    subprocess.run([*make, str(folder / "prompts.jsonl"), str(limit)], check=True)
     config = yaml.safe_load(Path(__file__).with_name("config.yaml").read_text())
-    config["model"]["path"] = str(model.resolve())
-    config["sampling"]["stop_token_ids"] = sorted(random.Random(7).sample(range(9000, 248_000), 500))
+    config["model"]["path"] = str((top / "model").resolve())
+    stops = sorted(random.Random(7).sample(range(9000, 248_000), answers["stops"]))
+    config["sampling"] |= {"stop_token_ids": stops, "max_tokens": answers["max_tokens"]}
     config["operation"] |= operation
     (folder / "config.yaml").write_text(yaml.safe_dump(config))
+    return folder
 
 
 def tune(folder: Path, gpu: int, visible: str | None, timeout_s: float) -> dict[str, Any]:
@@ -217,18 +239,21 @@ def to_the_end(run: Run) -> dict[str, Any]:
     }
 
 
-def step(name: str, folder: Path) -> dict[str, Any]:
+def step(name: str, top: Path) -> dict[str, Any]:
     """Runs one step and returns what it measured."""
     everything = gpus()
     if name == "tune":
-        return tune(folder, len(everything), None, 560)
+        return tune(prepare(top, top, SHORT), len(everything), None, 560)
     if name == "alone":
-        prepare(folder / "alone", folder / "model", tune={"budget_s": 150})
-        return tune(folder / "alone", 1, everything[0], 320)
+        folder = top / "alone"
+        prepare(folder, top, SHORT, tune={"budget_s": ALONE_S})
+        shutil.rmtree(folder / "results" / "tuning", ignore_errors=True)
+        return tune(folder, 1, everything[0], 2 * ALONE_S)
     if name == "fleet":
         backwards = ",".join(str(i) for i in reversed(range(len(everything))))
-        run = Run(folder, "all", gpu=len(everything), visible=backwards)
+        run = Run(prepare(top / "long", top, LONG), "all", gpu=len(everything), visible=backwards)
         run.until_full(len(everything))
+        time.sleep(SETTLE_S)
         undisturbed = run.rates(STEADY_S)
         busy = subprocess.Popen(
             [sys.executable, "-c", BUSY.format(seconds=BUSY_S)],
@@ -236,30 +261,30 @@ def step(name: str, folder: Path) -> dict[str, Any]:
         )
         disturbed = run.rates(BUSY_S)
         busy.wait()
-        ended = run.end(run.process.kill)
+        ended = run.end(run.signal_group(signal.SIGTERM))
         return {
             "visible": backwards,
             "rates": undisturbed,
             "busy": {everything[0]: disturbed},
-            "SIGKILL": ended,
+            "SIGTERM": ended,
         }
     if name == "single":
         beginning = everything[-1][:12]
-        run = Run(folder, "all", gpu=1, visible=beginning)
+        run = Run(prepare(top / "long", top, LONG), "all", gpu=1, visible=beginning)
         run.until_full(1)
+        time.sleep(SETTLE_S)
         rates = run.rates(STEADY_S)
         return {"visible": beginning, "rates": rates, "Ctrl-C": run.end(run.signal_group(signal.SIGINT))}
     if name == "early":
-        run = Run(folder, "all", gpu=len(everything))
-        time.sleep(30)
+        run = Run(prepare(top / "long", top, LONG), "all", gpu=len(everything))
+        time.sleep(LOADING_S)
         states = {slot: state["state"] for slot, state in run.states().items()}
         memory = memory_used()
-        ended = run.end(run.signal_group(signal.SIGTERM))
-        return {"states": states, "memory_mib": memory, "SIGTERM": ended}
+        return {"states": states, "memory_mib": memory, "SIGKILL": run.end(run.process.kill)}
     if name in ("pair", "whole"):
         gpu = 2 if name == "pair" else 1
-        prepare(folder / name, folder / "model", limit=FEW_PROMPTS, gpus_per_server=gpu)
-        return to_the_end(Run(folder / name, "all", gpu=gpu, visible=",".join(everything[:gpu])))
+        folder = prepare(top / name, top, SHORT, limit=FEW_PROMPTS[name], gpus_per_server=gpu)
+        return to_the_end(Run(folder, "all", gpu=gpu, visible=",".join(everything[:gpu])))
     raise SystemExit(f"there is no step {name}; see --help")
 
 
@@ -269,7 +294,6 @@ def main() -> None:
     # A shell's background job ignores Ctrl-C, and so would its children.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     folder = Path(sys.argv[1]).resolve()
-    prepare(folder, folder / "model")
     for name in sys.argv[2:]:
         result = {"step": name, "at": time.strftime("%Y-%m-%d %H:%M:%S"), **step(name, folder)}
         with (folder / "proof.jsonl").open("a") as file:

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from draftmill.errors import UserError
-from draftmill.fleet.slots import Gpu, slots, visible_gpus
+from draftmill.fleet.slots import Gpu, Slot, slots, visible_gpus
 
 UUIDS = [f"GPU-{n:08x}-1111-2222-3333-444444444444" for n in (0xA0, 0xA1, 0xB0, 0xB1)]
 MIGS = ("MIG-c7384736-a75d-5afc-978f-d2f1294409fd", "MIG-28aa9b23-0b9c-5b4e-b9b0-d6a5a0f0a3c1")
@@ -150,6 +150,12 @@ def test_one_slot_for_every_gpu(tmp_path: Path) -> None:
         [{"uuid": uuid, "name": "NVIDIA H200", "memory_bytes": 143771 << 20, "index": None}] for uuid in UUIDS
     ]
     assert len({slot["name"] for slot in found}) == 4
+
+
+def test_what_is_measured_on_two_gpus_does_not_hold_for_one() -> None:
+    gpu = Gpu("GPU-1", "NVIDIA H200", 0)
+    found = [Slot("a").hardware, Slot("a", (gpu,)).hardware, Slot("a", (gpu, gpu)).hardware]
+    assert found == ["cpu", "NVIDIA H200", "2 × NVIDIA H200"]
 
 
 def test_gpus_that_fill_no_slot_stay_unused(tmp_path: Path) -> None:

@@ -116,8 +116,8 @@ def _tune_first(config: settings.Config, results: Path, model_identity: str) -> 
     lock = Lock(Fleet(results, processes.owner()).runtime / "tuning.lock")
     while not lock.take():
         time.sleep(1)
-    gpu = slots(config["operation"])[0].gpu_name
-    if tuning.adopted_flags(config, results, gpu, model_identity) is None:
+    hardware = slots(config["operation"])[0].hardware
+    if tuning.adopted_flags(config, results, hardware, model_identity) is None:
         from draftmill.tuner import tune
 
         tune(config, results)

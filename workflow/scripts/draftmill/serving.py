@@ -61,7 +61,7 @@ def server_spec(
     name = engine_name(operation, model)
     flags = settings.server_flags(config).words if trial is None else tuple(trial["flags"])
     if trial is None:
-        flags = tuning.adopted_flags(config, results, slot.gpu_name, model.identity) or flags
+        flags = tuning.adopted_flags(config, results, slot.hardware, model.identity) or flags
     return engines.ServerSpec(
         engine=name,
         model_path=model.path,

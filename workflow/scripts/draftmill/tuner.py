@@ -199,7 +199,7 @@ class _Tuner:
         """What to try, by the capacity model; logs its table of expectations."""
         shard = self._shard({})
         self._circumstances = tuning.Circumstances(
-            facts["engine"], str(facts["version"]), slot.gpu_name, shard.model.identity
+            facts["engine"], str(facts["version"]), slot.hardware, shard.model.identity
         )
         if facts["engine"] == "sglang":
             expected = expect(self._config, self._results, slot, self._asked.flags, str(facts["version"]))

@@ -42,7 +42,7 @@ class Circumstances:
 
     engine: str
     version: str
-    gpu: str
+    gpu: str  # Slot.hardware
     model: str  # its identity
 
 
@@ -197,10 +197,10 @@ def adopt(results: Path, decision: Decision, asked: Setting, circumstances: Circ
 
 
 def adopted_flags(
-    config: settings.Config, results: Path, gpu: str, model_identity: str
+    config: settings.Config, results: Path, hardware: str, model_identity: str
 ) -> tuple[str, ...] | None:
     """The tuned flags that stand in for the configured ones; None where nothing was tuned for those flags,
-    this GPU (its name) and this model. Another version of the engine keeps them: tune again after a change of it."""
+    this hardware of a slot and this model. Another version of the engine keeps them: tune again after a change of it."""
     path = results / FOLDER / "winner.json"
     if not path.exists():
         return None
@@ -208,6 +208,6 @@ def adopted_flags(
     if tuple(winner["asked"]) != settings.server_flags(config).words:
         return None
     where = winner["circumstances"]
-    if (where["gpu"], where["model"]) != (gpu, model_identity):
+    if (where["gpu"], where["model"]) != (hardware, model_identity):
         return None
     return tuple(winner["flags"])

@@ -46,6 +46,11 @@ class Slot:
         """The GPUs' model name, ``cpu`` without any."""
         return self.gpus[0].name if self.gpus else "cpu"
 
+    @property
+    def hardware(self) -> str:
+        """What a measurement on this slot holds for: the GPUs' model name, and their number where it is not one."""
+        return self.gpu_name if len(self.gpus) < 2 else f"{len(self.gpus)} × {self.gpu_name}"
+
 
 @cache
 def installed_gpus() -> tuple[tuple[Gpu, tuple[str, ...]], ...]:
