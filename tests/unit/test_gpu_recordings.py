@@ -15,23 +15,24 @@ from draftmill.server_flags import dialect_of_version, read_flags
 from draftmill.telemetry import Sample
 
 RECORDINGS = Path(__file__).parents[1] / "recordings"
-TUNING = RECORDINGS / "h200-tuning"
+TUNING, FLEET = RECORDINGS / "h200-tuning", RECORDINGS / "h200-fleet"
 QWEN = read_architecture(json.loads((RECORDINGS / "qwen3.6-27b-shape.config.json").read_text()))
 H200 = next(gpu for gpu in GPUS if gpu.name == "H200")
 VERSION = dialect_of_version("0.5.15.post1")
-DELAYED = "--disable-radix-cache --mem-fraction-static 0.935 --enable-prefill-delayer"
+DELAYED = "--disable-radix-cache --mem-fraction-static 0.935 --enable-prefill-delayer --cuda-graph-max-bs-decode 288"
 LOAD = Workload(prompt_tokens=150, output_tokens=430, output_cv=0.77, max_tokens=1000)
 # the servers' own start-up lines: state slots, running requests, KV tokens
 SERVERS = {
     "default": ("", 249, 49, 654_737),
     "delayed": (DELAYED, 263, 263, 690_878),
     "delayed-464": (f"{DELAYED} --max-running-requests 464", 464, 464, 218_729),
+    "pair": ("--tp-size 2", 659, 131, 1_721_451),
 }
 
 
-def recorded(name: str) -> list[Sample]:
+def recorded(name: str, folder: Path = TUNING) -> list[Sample]:
     """With the turns that the tuner wanted answered: then its trials' telemetry did not say so yet."""
-    text = gzip.decompress((TUNING / f"{name}.telemetry.jsonl.gz").read_bytes()).decode()
+    text = gzip.decompress((folder / f"{name}.telemetry.jsonl.gz").read_bytes()).decode()
     samples = [Sample.from_dict(json.loads(line)) for line in text.splitlines()]
     return samples if any(s.wanted for s in samples) else [replace(s, wanted=36_716) for s in samples]
 
@@ -75,6 +76,38 @@ def test_the_cure_of_the_default_is_the_one_that_the_tuner_found() -> None:
 def test_shards_too_small_for_the_server_leave_it_waiting_for_its_client() -> None:
     """225 turns a shard and one lease, against 263 slots."""
     assert diagnose(recorded("whole"), engine(DELAYED)).verdict is Verdict.CLIENT
+
+
+def rate(name: str, folder: Path, after_s: float, seconds: float) -> float:
+    """Output tok/s over so many seconds, from so long after the server was full."""
+    samples = [sample for sample in recorded(name, folder) if sample.decode_tokens]
+    full = next(sample.t for sample in samples if sample.running >= 0.95 * sample.capacity)
+    window = [sample for sample in samples if after_s <= sample.t - full <= after_s + seconds]
+    return (window[-1].decode_tokens - window[0].decode_tokens) / (window[-1].t - window[0].t)
+
+
+def test_two_gpus_yield_twice_as_much_as_one() -> None:
+    """The second server of the fleet was full 90 s before its window, the first one a minute earlier."""
+    two = rate("two-a", FLEET, 165, 110) + rate("two-b", FLEET, 95, 110)
+    assert two >= 1.95 * rate("one", FLEET, 95, 110)
+
+
+@pytest.mark.parametrize("name", ["two-a", "two-b", "one"])
+def test_what_is_left_to_gain_does_not_hang_on_the_verdict(name: str) -> None:
+    """These servers stand between two verdicts: the delayer leaves some of the 263 slots free, now more, now fewer."""
+    found = diagnose(recorded(name, FLEET), engine(DELAYED))
+    assert found.verdict in (Verdict.COMPUTE, Verdict.STATE)
+    advice = found.advice
+    assert advice is not None and advice.flag is not None and "--max-running-requests" in advice.flag
+    assert advice.gain == pytest.approx(1.15, abs=0.05)
+
+
+def test_the_tuner_on_one_gpu_finds_the_gain_that_two_side_by_side_found() -> None:
+    gains = []
+    for path in (TUNING / "measurements.jsonl", FLEET / "alone-measurements.jsonl"):
+        found = {one["name"]: one["tok_s"] for one in map(json.loads, path.read_text().splitlines())}
+        gains.append(next(tok_s for name, tok_s in found.items() if "464" in name) / found["as asked"])
+    assert gains[0] == pytest.approx(gains[1], rel=0.05)
 
 
 def test_the_tuner_more_than_doubled_the_default() -> None:
