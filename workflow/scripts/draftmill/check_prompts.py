@@ -17,6 +17,7 @@ from typing import IO
 
 from draftmill.chat import ChatTemplate, TemplateRefused
 from draftmill.conversations import Conversation
+from draftmill.errors import UserError
 from draftmill.prompts import find_sources
 from draftmill.sharding import (
     CONTROL_TOKENS,
@@ -50,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the account of the files; 0, or 1 where a run would find nothing to ask. UserError as a run's."""
+    """Prints the account of the files. UserError where a run would find nothing to ask, and as a run's."""
     measured = _Measured(args.tokenizer) if args.tokenizer else None
     prompts = {"carry": [], "system_prompt": None, "turns": args.turns}
     account = _Account()
@@ -77,7 +78,9 @@ def run(args: argparse.Namespace) -> int:
             _print_json(account, skipped)
         else:
             _print_account(account, skipped)
-    return 0 if account.counts["usable"] else 1
+    if account.counts["usable"]:
+        return 0
+    raise UserError("No prompt is usable: a run with these files would have nothing to ask.")
 
 
 @dataclass
@@ -112,13 +115,18 @@ def _print_account(account: _Account, skipped: IO[str]) -> None:
     for line in _some(skipped, total):
         print(line)
     counts = account.counts
-    print(f"{counts['rows_in']:,} rows: {counts['usable']:,} usable ({counts['turns']:,} turns), ", end="")
-    print(f"{counts['duplicates']:,} duplicates, {total:,} skipped (rows count from 0)", end="")
+    rows, turns = _counted(counts["rows_in"], "row"), _counted(counts["turns"], "turn")
+    print(f"{rows}: {counts['usable']:,} usable ({turns}), ", end="")
+    print(f"{_counted(counts['duplicates'], 'duplicate')}, {total:,} skipped (rows count from 0)", end="")
     print(f": {_listed(account.reasons)}" if total else "")
     if account.notes:
         print(f"notes on usable rows: {_listed(account.notes)}")
     if account.tokens and counts["usable"]:
         print("prompt tokens: " + ", ".join(f"{name} {n:,}" for name, n in account.tokens.items()))
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
 def _listed(counts: Counter[str]) -> str:

@@ -238,7 +238,7 @@ def _sentence(error: jsonschema.ValidationError) -> str:
     value, tree = error.instance, cast(Schema, error.schema)
     if error.validator == "required":
         missing = next(name for name in tree["required"] if name not in cast(Config, value))
-        return f"{path}.{missing} is missing; {tree['properties'][missing].get('description', 'give it.')}"
+        return f"{path}.{missing} is missing. {tree['properties'][missing].get('description', 'Give it.')}"
     if "propertyNames" in error.absolute_schema_path:
         return f"{path} has a key that is not a token id; write it as digits in quotes."
     if error.validator == "uniqueItems":
