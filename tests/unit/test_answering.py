@@ -24,25 +24,25 @@ def walk(number: int, outcome: str = "answered", rejected: str | None = None, **
 def test_a_run_of_rejects_stops_with_examples() -> None:
     verdicts = _Verdicts(POLICY)
     for number in range(9):
-        verdicts.count(row(number), walk(number, rejected="loop"), 1)
+        verdicts.count(row(number), walk(number, rejected="loop"))
     with pytest.raises(UserError, match=r"10 of 10 answers were rejected.*reject_limit.*r0_gen0: loop"):
-        verdicts.count(row(9), walk(9, rejected="loop"), 1)
+        verdicts.count(row(9), walk(9, rejected="loop"))
     assert verdicts.reasons == {"loop": 10}
 
 
 def test_half_of_them_rejected_is_not_too_many() -> None:
     verdicts = _Verdicts(POLICY)
     for number in range(40):
-        verdicts.count(row(number), walk(number, rejected="loop" if number % 2 else None), 1)
+        verdicts.count(row(number), walk(number, rejected="loop" if number % 2 else None))
 
 
 def test_a_server_that_refuses_everything_stops_the_run_with_its_words() -> None:
     verdicts = _Verdicts({**POLICY, "reject_limit": 1.0})
     refusal = {"outcome": "refused", "rejected": "refused", "detail": "unknown field"}
     for number in range(ALL_REFUSED - 1):
-        verdicts.count(row(number), walk(number, **refusal), 1)
+        verdicts.count(row(number), walk(number, **refusal))
     with pytest.raises(UserError, match=r"all refused .unknown field."):
-        verdicts.count(row(99), walk(99, **refusal), 1)
+        verdicts.count(row(99), walk(99, **refusal))
 
 
 def test_all_are_judged_until_the_limit_may_count_and_then_a_share_chosen_by_content() -> None:

@@ -80,7 +80,7 @@ def generate(
         verdicts = _Verdicts(config["validation"])
         for row in filter(verdicts.wants, begun):  # what was rejected before counts, too
             walk = shard.walk(row, journal.get)
-            verdicts.count(row, walk, len(walk.facts))
+            verdicts.count(row, walk)
         del rows, begun  # each is given back when it is answered, and read again for the table
         _Asking(config, results, shard, journal, shard_file.stem, service_file, turns, settled, verdicts).run(
             pending
@@ -170,11 +170,11 @@ class _Verdicts:
             self._chosen[name] = early or int(row.content_hash[:8], 16) % JUDGE_EVERY == 0
         return self._chosen[name]
 
-    def count(self, row: Row, walk: Walk, settled: int) -> None:
-        """Takes in the last ``settled`` turns of a walk; raises UserError when too many are rejected."""
+    def count(self, row: Row, walk: Walk) -> None:
+        """Takes in the turns of a walk; raises UserError when too many are rejected."""
         if not self.wants(row):
             return
-        new = walk.facts[len(walk.facts) - settled :]
+        new = walk.facts
         self._judged += sum(facts["outcome"] != "unasked" for facts in new)
         if walk.rejected is not None and new:
             self._rejected += 1
@@ -212,12 +212,11 @@ class Asker:
         )
         self._server = functools.cache(self._connect)
         self._connecting = threading.Lock()
-        # Answers of unfinished conversations, by their keys.
-        self._fresh: dict[tuple[str, int], dict[str, dict[str, Any]]] = {}
         self._engine = functools.cache(engines.load)
 
     def answer(self, turn: Turn, server: Server, attempt: int, judge_last: bool = True) -> Walk:
-        """Asks one server for one turn; raises Refused or Transient, OSError when the journal cannot be written."""
+        """Asks one server for one turn; gives its conversation from it on. Raises Refused or Transient, OSError when
+        the journal cannot be written."""
         engine = self._engine(server.engine)
         route, body = _request(engine, turn)
         started_at = time.time()
@@ -252,24 +251,19 @@ class Asker:
             turn, {"outcome": outcome, "id": str(turn), "detail": detail, "started_at": time.time()}
         )
 
-    def _walk(self, row: Row, judge_last: bool = True) -> Walk:
-        fresh = self._fresh.get((row.primary_id, row.sample), {})
-        return self._shard.walk(row, lambda key: fresh.get(key) or self._journal.get(key), judge_last)
-
     def next(self, row: Row) -> Turn:
         """The turn of a conversation that is to be asked now."""
-        turn = self._walk(row).next
+        turn = self._shard.walk(row, self._journal.get).next
         assert turn is not None
         return turn
 
     def _keep(self, turn: Turn, record: dict[str, Any], judge_last: bool = True) -> Walk:
         self._writer.append(turn.key, record)
-        conversation = (turn.row.primary_id, turn.row.sample)
-        self._fresh.setdefault(conversation, {})[turn.key] = record
-        walk = self._walk(turn.row, judge_last)
-        if walk.next is None:
-            del self._fresh[conversation]
-        return walk
+
+        def lookup(key: str) -> dict[str, Any] | None:
+            return record if key == turn.key else self._journal.get(key)
+
+        return self._shard.walk(turn.row, lookup, judge_last, since=turn)
 
     def _connect(self, address: str) -> tuple[urllib3.HTTPConnectionPool, str]:
         """The connections to one server, for all threads, and the path before its routes.
@@ -376,11 +370,10 @@ class _Asking:
         return self._settle(turn, self._asker.give_up(turn, outcome, detail))
 
     def _settle(self, turn: Turn, walk: Walk) -> Task[Row | Turn] | None:
-        new = len(walk.facts) - turn.index
         with self._lock:
-            self._settled += new
-            self._output_tokens += sum(len(facts["output_ids"]) for facts in walk.facts[turn.index :])
-            self._verdicts.count(turn.row, walk, new)
+            self._settled += len(walk.facts)
+            self._output_tokens += sum(len(facts["output_ids"]) for facts in walk.facts)
+            self._verdicts.count(turn.row, walk)
         return None if walk.next is None else Task(walk.next, walk.next.work)
 
     # --- what it tells

@@ -33,6 +33,7 @@ log = logging.getLogger("generation")
 
 Lookup = Callable[[str], dict[str, Any] | None]  # the journal's record under a key
 ROW_GROUP = 512
+GROUP_TEXT = 16_000_000  # characters of messages at which a group is written all the same
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +75,8 @@ class Turn:
     prompt_ids: array[int]
     sampling: dict[str, Any]
     messages: list[dict[str, Any]]
+    pieces: dict[bytes, array[int]]  # of its conversation so far, see Tokenizer.encode_again
+    longer: bool = False  # the second try, where the first was cut off
 
     def __str__(self) -> str:
         return turn_id(self.row.primary_id, self.row.sample, self.index)
@@ -86,7 +89,7 @@ class Turn:
 
 @dataclass
 class Walk:
-    """A conversation as far as it is answered."""
+    """A conversation as far as it is answered, from its beginning or from some turn on."""
 
     facts: list[dict[str, Any]] = field(default_factory=list)  # one of each turn that is settled
     next: Turn | None = None
@@ -132,20 +135,27 @@ class Shard:
                 total += 1
         return new, total
 
-    def walk(self, row: Row, lookup: Lookup, judge_last: bool = True) -> Walk:
-        """The conversation's settled turns, and the next one to ask if any is missing.
+    def walk(self, row: Row, lookup: Lookup, judge_last: bool = True, since: Turn | None = None) -> Walk:
+        """The conversation's settled turns, ``since`` one of them or all, and the next to ask if any is missing.
 
         Whether its last answer is rejected decides nothing here, so that verdict (a decoding of the answer
         and a search for loops) may be left to the merge.
         """
         walk = Walk()
         messages: list[dict[str, Any]] = []
+        pieces = since.pieces if since else {}
         for index, given in enumerate(json.loads(row.turns)):
-            messages = [*messages, *given]
-            if walk.rejected is not None:
-                walk.facts.append(self._unasked(row, index, messages))
+            if since and index < since.index:
                 continue
-            turn, refusal = self._turn(row, index, messages)
+            if since and index == since.index:
+                messages = since.messages
+                turn, refusal = since, None
+            else:
+                messages = [*messages, *given]
+                if walk.rejected is not None:
+                    walk.facts.append(self._unasked(row, index, messages))
+                    continue
+                turn, refusal = self._turn(row, index, messages, pieces)
             if refusal is not None:
                 walk.facts.append(_facts(turn, {"outcome": "refused", "detail": refusal}))
                 walk.rejected = "refused"
@@ -181,31 +191,38 @@ class Shard:
         record = lookup(turn.key)
         if record is None or record["outcome"] != "answered" or record["finish_reason"] != "length":
             return turn, record
+        if turn.longer:
+            return turn, record
         if not wants_longer(findings(self.read(turn, record), self._policy)):
             return turn, record
         room = self.model.room(len(turn.prompt_ids))
         longer = min(int(turn.sampling["max_tokens"] * self._policy["retry_longer_factor"]), room)
         if longer <= turn.sampling["max_tokens"]:
             return turn, record
-        again = self._with_key(turn.row, turn.index, turn.prompt_ids, turn.messages, longer)
+        again = self._with_key(turn.row, turn.index, turn.prompt_ids, turn.messages, longer, turn.pieces)
+        again.longer = True
         return again, lookup(again.key)
 
-    def _turn(self, row: Row, index: int, messages: list[dict[str, Any]]) -> tuple[Turn, str | None]:
+    def _turn(
+        self, row: Row, index: int, messages: list[dict[str, Any]], pieces: dict[bytes, array[int]]
+    ) -> tuple[Turn, str | None]:
         """The turn to ask for ``messages``, and why it cannot be asked, if so."""
         if index == 0:
-            return self._with_key(row, 0, row.prompt_ids, messages, row.max_tokens), None
+            return self._with_key(row, 0, row.prompt_ids, messages, row.max_tokens, pieces), None
         # as the first turn was rendered
         thinking = row.thinking if self.model.template_has_thinking else None
         tools = json.loads(row.tools) if row.tools else None
         try:
-            prompt_ids = array("i", self._tokenizer.encode(self._template.render(messages, tools, thinking)))
+            prompt_ids = self._tokenizer.encode_again(
+                self._template.render(messages, tools, thinking), pieces
+            )
         except TemplateRefused as refusal:
             return self._with_key(row, index, array("i"), messages, row.max_tokens), str(refusal)
         room = self.model.room(len(prompt_ids))
         prompts = self._config["prompts"]
         shorten = prompts["context_policy"] == "shorten" and room >= prompts["min_max_tokens"]
         max_tokens = min(row.max_tokens, room) if shorten else row.max_tokens
-        turn = self._with_key(row, index, prompt_ids, messages, max_tokens)
+        turn = self._with_key(row, index, prompt_ids, messages, max_tokens, pieces)
         if max_tokens > room:
             return turn, (
                 f"the prompt has {len(prompt_ids)} tokens with the answers before it, which with max_tokens "
@@ -214,12 +231,18 @@ class Shard:
         return turn, None
 
     def _with_key(
-        self, row: Row, index: int, prompt_ids: array[int], messages: list[dict[str, Any]], max_tokens: int
+        self,
+        row: Row,
+        index: int,
+        prompt_ids: array[int],
+        messages: list[dict[str, Any]],
+        max_tokens: int,
+        pieces: dict[bytes, array[int]] | None = None,
     ) -> Turn:
         seed = turn_seed(self._config["seed"], row.content_hash, index, row.sample)
         sampling = {**self._sampling, "max_tokens": max_tokens, "seed": seed}
         key = turn_key(self.model.identity, self._numerics, prompt_ids, sampling)
-        return Turn(row, index, key, prompt_ids, sampling, messages)
+        return Turn(row, index, key, prompt_ids, sampling, messages, {} if pieces is None else pieces)
 
     def _unasked(self, row: Row, index: int, messages: list[dict[str, Any]]) -> dict[str, Any]:
         turn = self._with_key(row, index, array("i"), messages, row.max_tokens)
@@ -232,7 +255,7 @@ class Shard:
 
         Every turn must be in the journal, unless ``partial``: then the settled ones are written.
         """
-        count = 0
+        count = text = 0
         with replacing(path) as aside, pq.ParquetWriter(aside, GENERATED, compression="zstd") as writer:
             group: list[dict[str, Any]] = []
             for facts in self._sorted_facts(rows, journal, partial):
@@ -240,9 +263,10 @@ class Shard:
                 sampling = json.dumps(facts["sampling"], sort_keys=True)
                 group.append({**facts, "messages": messages, "sampling": sampling})
                 count += 1
-                if len(group) == ROW_GROUP:
+                text += len(messages)
+                if len(group) == ROW_GROUP or text > GROUP_TEXT:
                     writer.write_table(pa.Table.from_pylist(group, GENERATED))
-                    group = []
+                    group, text = [], 0
             if group:
                 writer.write_table(pa.Table.from_pylist(group, GENERATED))
         return count

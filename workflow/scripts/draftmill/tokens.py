@@ -6,6 +6,9 @@ chat template is all there is, so that the ids sent are exactly the ids recorded
 
 from __future__ import annotations
 
+import hashlib
+import re
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -27,7 +30,10 @@ class Tokenizer:
         """Reads ``folder/tokenizer.json``; a missing or broken one is a UserError."""
         path = folder / "tokenizer.json"
         try:
-            return cls(tokenizers.Tokenizer.from_file(str(path)))
+            backend = tokenizers.Tokenizer.from_file(str(path))
+            backend.no_truncation()
+            backend.no_padding()
+            return cls(backend)
         except Exception as fault:  # the library raises plain Exception for every kind of fault
             raise UserError(
                 f"The tokenizer {path} cannot be read ({fault}); the model folder needs a tokenizer.json."
@@ -36,6 +42,38 @@ class Tokenizer:
     def encode(self, text: str) -> list[int]:
         """Token ids of ``text``; special tokens written in it are recognised, none are added."""
         return list(self.backend.encode(text, add_special_tokens=False).ids)
+
+    def encode_again(self, text: str, pieces: dict[bytes, array[int]]) -> array[int]:
+        """``encode``, where much of ``text`` was encoded before: what stands between control tokens is taken from
+        ``pieces`` (ids by the text's digest), which is filled with what is new."""
+        if self._control is None:
+            return array("i", self.encode(text))
+        ids = array("i")
+        for number, piece in enumerate(self._control.split(text)):
+            if number % 2:
+                ids.append(self.backend.token_to_id(piece))
+                continue
+            digest = hashlib.blake2b(piece.encode(), digest_size=16).digest()
+            if digest not in pieces:
+                pieces[digest] = array("i", self.encode(piece))
+            ids += pieces[digest]
+        return ids
+
+    @cached_property
+    def _control(self) -> re.Pattern[str] | None:
+        """Finds the tokens at which the library itself divides a text before anything else; None where what stands
+        between two of them is not encoded as it would be alone."""
+        added = self.backend.get_added_tokens_decoder().values()
+        exact = [token for token in added if not token.normalized and token.content]
+        if not exact or any(token.lstrip or token.rstrip or token.single_word for token in exact):
+            return None
+        # leftmost, then longest, as the library
+        spellings = sorted((token.content for token in exact), key=len, reverse=True)
+        between = "Ab c\n", " Ab c", "Ab c"
+        alone = [i for text in between for i in (*self.encode(text), self.backend.token_to_id(spellings[0]))]
+        if self.encode("".join(text + spellings[0] for text in between)) != alone:
+            return None
+        return re.compile("(" + "|".join(map(re.escape, spellings)) + ")")
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """As ``encode`` for many texts, on all cores that TOKENIZERS_PARALLELISM allows."""

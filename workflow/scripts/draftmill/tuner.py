@@ -400,7 +400,7 @@ class _Load:
             with self._lock:
                 self._answers += 1
                 self._rejected += walk.rejected is not None
-                self._tokens += sum(len(facts["output_ids"]) for facts in walk.facts[turn.index :])
+                self._tokens += sum(len(facts["output_ids"]) for facts in walk.facts)
             if walk.next is not None:
                 self._turns.feed.put(walk.next)
 
