@@ -67,7 +67,9 @@ class Case:
     judged: bool = True
     lengths: dict[str, float] = field(default_factory=lambda: {"median": 1800, "mean": 3000, "cap": 8192})
     slots: int | None = None
-    scale: float | None = None  # of the workflow's own run: shards start processes and chains take work, all in our time
+    scale: float | None = (
+        None  # of the workflow's own run: shards start processes and chains take work, all in our time
+    )
     policies: tuple[str, ...] = POLICIES
 
 

@@ -82,14 +82,20 @@ class Bench:
         return {"outcome": "answered", "output_ids": self.tokenizer.encode(text), "finish_reason": "length"}
 
     def answer(self, reply: Callable[[Turn], Reply], most: int = 10**6) -> list[Turn]:
-        """Asks until nothing is missing, or `most` turns are answered; gives the turns that were asked."""
+        """Asks until nothing is missing, or `most` turns are answered; gives the turns that were asked. On the way a
+        walk from the answered turn on must find what one from the beginning finds."""
         asked: list[Turn] = []
         writer, fresh = Writer(self.journal), Journal(self.journal)
         for row in self.rows:
-            while len(asked) < most and (turn := self.shard.walk(row, fresh.get).next) is not None:
+            turn = self.shard.walk(row, fresh.get).next
+            while len(asked) < most and turn is not None:
                 asked.append(turn)
                 writer.append(turn.key, self.record(reply(turn)))
                 fresh.refresh()
+                on, whole = self.shard.walk(row, fresh.get, since=turn), self.shard.walk(row, fresh.get)
+                assert (on.facts, on.next) == (whole.facts[turn.index :], whole.next)
+                assert on.rejected == whole.rejected
+                turn = on.next
         writer.close()
         fresh.close()
         return asked

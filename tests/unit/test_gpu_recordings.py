@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -80,10 +81,13 @@ def test_shards_too_small_for_the_server_leave_it_waiting_for_its_client() -> No
 
 def rate(name: str, folder: Path, after_s: float, seconds: float) -> float:
     """Output tok/s over so many seconds, from so long after the server was full."""
-    samples = [sample for sample in recorded(name, folder) if sample.decode_tokens]
-    full = next(sample.t for sample in samples if sample.running >= 0.95 * sample.capacity)
+    samples = recorded(name, folder)
+    full = next(
+        sample.t for sample in samples if (sample.running or 0) >= 0.95 * (sample.capacity or math.inf)
+    )
     window = [sample for sample in samples if after_s <= sample.t - full <= after_s + seconds]
-    return (window[-1].decode_tokens - window[0].decode_tokens) / (window[-1].t - window[0].t)
+    tokens = (window[-1].decode_tokens or 0) - (window[0].decode_tokens or 0)
+    return tokens / (window[-1].t - window[0].t)
 
 
 def test_two_gpus_yield_twice_as_much_as_one() -> None:

@@ -44,15 +44,12 @@ class Tokenizer:
         return list(self.backend.encode(text, add_special_tokens=False).ids)
 
     def encode_again(self, text: str, pieces: dict[bytes, array[int]]) -> array[int]:
-        """``encode``, where much of ``text`` was encoded before: what stands between control tokens is taken from
-        ``pieces`` (ids by the text's digest), which is filled with what is new."""
+        """``encode``, where much of ``text`` was encoded before: control tokens and what stands between them are taken
+        from ``pieces`` (ids by the text's digest), which is filled with what is new."""
         if self._control is None:
             return array("i", self.encode(text))
         ids = array("i")
-        for number, piece in enumerate(self._control.split(text)):
-            if number % 2:
-                ids.append(self.backend.token_to_id(piece))
-                continue
+        for piece in self._control.split(text):
             digest = hashlib.blake2b(piece.encode(), digest_size=16).digest()
             if digest not in pieces:
                 pieces[digest] = array("i", self.encode(piece))
@@ -70,8 +67,8 @@ class Tokenizer:
         # leftmost, then longest, as the library
         spellings = sorted((token.content for token in exact), key=len, reverse=True)
         between = "Ab c\n", " Ab c", "Ab c"
-        alone = [i for text in between for i in (*self.encode(text), self.backend.token_to_id(spellings[0]))]
-        if self.encode("".join(text + spellings[0] for text in between)) != alone:
+        probe = [piece for text in between for piece in (text, spellings[0])]
+        if self.encode("".join(probe)) != [i for piece in probe for i in self.encode(piece)]:
             return None
         return re.compile("(" + "|".join(map(re.escape, spellings)) + ")")
 
