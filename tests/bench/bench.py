@@ -76,13 +76,14 @@ class Case:
 CASES = (
     Case("equal, 8 shards", shards=8),
     # 5 capacities a shard at 40 turns a slot: the most that still hold so much
-    Case("equal, 64 shards", shards=64, scale=15),
+    Case("equal, 64 shards", shards=64, scale=10),
     Case("one server four times slower", shards=8, slow=True),
     Case("one server dies at half-time", shards=8, dying=True),
     Case("chains of four turns", shards=8, chain=4, scale=10),
     Case(
-        "equal, 160 shards (2 capacities each)",
-        shards=160,
+        "four servers, 80 shards (2 capacities each)",
+        shards=80,
+        servers=4,
         judged=False,
         scale=20,
         policies=POLICIES[:1],
