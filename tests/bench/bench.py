@@ -24,7 +24,6 @@ import json
 import os
 import re
 import socket
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -446,7 +445,7 @@ def measure(case: Case, base: Path, model: Path, slots: int, scale: float) -> di
     """One case under its policies."""
     slots, own_scale = case.slots or slots, case.scale or scale
     folder = base / re.sub(r"\W+", "-", case.name)
-    mean = statistics.fmean([case.lengths["mean"]])
+    mean = case.lengths["mean"]
     bound_s = case.turns_per_slot * slots * mean / full_rate(Pace(slots), [(200, round(mean))])
     run = Run(folder, model, settings=settings(case), standin=behaviour(case, slots, own_scale, bound_s))
     run.prompts(prompts(case, slots))

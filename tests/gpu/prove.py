@@ -15,8 +15,8 @@ FOLDER/proof.jsonl; the runs' own files stay in FOLDER. Steps:
     whole    one server on one GPU, some turns, to the end of the workflow
     alone    `snakemake tune` on one GPU alone
 
-tune, alone and the runs to their end ask for answers of about 430 tokens, the others for about 1,500; all but tune and
-alone use the flags that tune adopted.
+tune, alone and the runs to their end ask for answers of about 430 tokens, the others for about 1,500. fleet, single,
+early and whole use the flags that tune adopted on one GPU; pair uses the defaults.
 """
 
 from __future__ import annotations
@@ -135,8 +135,8 @@ class Run:
         )
 
     def rates(self, seconds: float) -> dict[str, dict[str, float | None]]:
-        """By slot, over the coming seconds: output tok/s, mean running requests against the capacity, and the shares
-        of the time that prefills and decode steps took."""
+        """By slot, over the coming seconds: output tok/s, mean running requests against the capacity, the shares of
+        the time that prefills and decode steps took, and answers that ended a second."""
         time.sleep(seconds)
         found = {}
         for slot, state in self.states().items():
@@ -191,11 +191,13 @@ def _marked(folder: Path) -> Iterator[str]:
 def prepare(folder: Path, top: Path, answers: dict[str, int], limit: int = PROMPTS, **operation: Any) -> Path:
     """Writes the prompts and the config once, and takes over what was tuned in ``top``. Lengths are geometric: random
     weights draw every token about equally often, so each of 500 stop tokens among 248,320 ends an answer by chance."""
+    (folder / "results").mkdir(parents=True, exist_ok=True)
+    if folder != top:
+        if not (top / "results" / "tuning" / "winner.json").exists():
+            raise SystemExit("no flags are tuned yet: run the step tune first")
+        shutil.copytree(top / "results" / "tuning", folder / "results" / "tuning", dirs_exist_ok=True)
     if (folder / "config.yaml").exists():
         return folder
-    (folder / "results").mkdir(parents=True, exist_ok=True)
-    if folder != top and (top / "results" / "tuning").exists():
-        shutil.copytree(top / "results" / "tuning", folder / "results" / "tuning")
     make = [sys.executable, str(Path(__file__).with_name("make_prompts.py"))]
     subprocess.run([*make, str(folder / "prompts.jsonl"), str(limit)], check=True)
     config = yaml.safe_load(Path(__file__).with_name("config.yaml").read_text())

@@ -66,7 +66,7 @@ NOT_RUN = {
     "source .venv/bin/activate": "tests run in an environment that is active already",
     "python -m draftmill status --watch": "it ends with Ctrl-C only; the same tables are tested without it",
     "snakemake tune": "tests/faults/test_tuner.py runs it, on stand-ins of two GPUs",
-    "python3 tests/gpu/prove.py FOLDER tune fleet single whole": "it needs GPUs",
+    "python3 tests/gpu/prove.py FOLDER tune fleet single early pair whole alone": "it needs GPUs",
     "snakemake --sdm conda": "conda is not at hand; a test compares its env files with the locks",
     "python3 -m venv .venv-gpu": "needs a GPU to be of use, and several GB",
     ".venv-gpu/bin/python -m pip install --no-deps -r requirements-sglang.lock": "the same",

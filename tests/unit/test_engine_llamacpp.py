@@ -110,7 +110,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
 def test_the_facts_are_the_effective_ones(running: Running) -> None:
     facts = ENGINE.facts(running.address, KEY)
     assert facts is not None
-    assert facts.capacity == 2 and facts.context_length == CONTEXT and facts.kv_tokens == 2 * CONTEXT
+    assert facts.capacity == 2 and facts.kv_tokens == 2 * CONTEXT
     assert facts.version.startswith("xllamacpp ") and KEY not in json.dumps(facts.flags)
 
 
@@ -165,7 +165,6 @@ def test_greedy_answers_repeat_and_are_what_the_ids_say(running: Running) -> Non
     first, second = running.ask(prompt), running.ask(prompt)
     assert first.output_ids == second.output_ids
     assert "Red" in running.tokenizer.decode(first.output_ids)
-    assert first.latency_s > 0
 
 
 def test_the_ids_sent_are_the_ids_that_count_not_their_text(running: Running) -> None:

@@ -53,7 +53,7 @@ def test_an_answer_ends_with_its_stop_token() -> None:
     done = answer("stop_token")
     assert done.output_ids == (504, 3575, 282, 4649, 314, 7042, 30, 2)
     assert done.finish_reason == "stop"
-    assert done.latency_s > done.queue_s > 0
+    assert done.queue_s > 0
 
 
 def test_a_cut_answer_says_length_and_counts_the_cache() -> None:
@@ -462,7 +462,7 @@ def test_facts_of_the_real_server(server: Server) -> None:
     facts = SGLang().facts(address(server), KEY)
     assert facts is not None
     assert (facts.version, facts.capacity, facts.asked_capacity) == ("0.5.23", 1, 1)
-    assert (facts.context_length, facts.kv_tokens, facts.state_slots) == (4096, 16384, None)
+    assert (facts.kv_tokens, facts.state_slots) == (16384, None)
     assert facts.flags["device"] == "cpu" and facts.flags["schedule_policy"] == "fcfs"
 
 

@@ -16,6 +16,7 @@ from tests.frozen_model import PLAIN, THINKING, freeze
 
 from draftmill import config as settings
 from draftmill.chat import ChatTemplate
+from draftmill.errors import UserError
 from draftmill.generation import Shard, Turn, Walk
 from draftmill.journal import Journal, Writer
 from draftmill.rows import GENERATED
@@ -394,7 +395,7 @@ def test_a_missing_turn_is_an_error_and_leaves_the_old_table(tmp_path: Path) -> 
     bench = Bench(tmp_path, [talk("t", "one", "two")])
     bench.answer(lambda _: "yes", most=1)
     (tmp_path / "table.parquet").write_text("old")
-    with pytest.raises(RuntimeError, match="turn t_gen1 is not in the journal"):
+    with pytest.raises(UserError, match="Turn t_gen1 is not in the journal"):
         bench.write("table.parquet")
     assert (tmp_path / "table.parquet").read_text() == "old"
 

@@ -152,10 +152,10 @@ def test_one_slot_for_every_gpu(tmp_path: Path) -> None:
     assert len({slot["name"] for slot in found}) == 4
 
 
-def test_what_is_measured_on_two_gpus_does_not_hold_for_one() -> None:
-    gpu = Gpu("GPU-1", "NVIDIA H200", 0)
-    found = [Slot("a").hardware, Slot("a", (gpu,)).hardware, Slot("a", (gpu, gpu)).hardware]
-    assert found == ["cpu", "NVIDIA H200", "2 × NVIDIA H200"]
+def test_what_is_measured_on_one_gpu_does_not_hold_for_two_or_a_part() -> None:
+    gpu, part = Gpu("GPU-1", "NVIDIA H200", 0), Gpu(MIGS[0], "NVIDIA H200", 0)
+    found = [Slot("a", gpus).hardware for gpus in ((), (gpu,), (gpu, gpu), (part,))]
+    assert found == ["cpu", "NVIDIA H200", "2 × NVIDIA H200", "NVIDIA H200 MIG"]
 
 
 def test_gpus_that_fill_no_slot_stay_unused(tmp_path: Path) -> None:

@@ -18,10 +18,12 @@ KINDS = {
     "NFC": (normalizers.NFC(), pre_tokenizers.ByteLevel(add_prefix_space=False), EXACT, True),
     "a mark before every word": (None, pre_tokenizers.Metaspace(prepend_scheme="always"), EXACT, True),
     "a mark before the first word": (None, pre_tokenizers.Metaspace(prepend_scheme="first"), EXACT, False),
+    "others overlap": (None, pre_tokenizers.ByteLevel(add_prefix_space=False), EXACT, None),
     "strips": (None, pre_tokenizers.ByteLevel(add_prefix_space=False), {**EXACT, "rstrip": True}, False),
     "normalised": (None, pre_tokenizers.ByteLevel(add_prefix_space=False), {"normalized": True}, None),
 }
 CONTROL = ["<|im_start|>", "<|im_end|>", "<|im_end|>\n", "<think>"]
+OVERLAPPING = ["t<|im_", "<think>\n", "end|>Ab"]  # with control tokens, and no such themselves
 
 
 def tokenizer(kind: str) -> Ours:
@@ -36,11 +38,15 @@ def tokenizer(kind: str) -> Ours:
     )
     backend.train_from_iterator(TEXTS * 5, trainer)
     backend.add_tokens([AddedToken(text, **how) for text in CONTROL])
+    if kind == "others overlap":
+        backend.add_tokens([AddedToken(text, normalized=False) for text in OVERLAPPING])
     return Ours(backend)
 
 
 TOKENIZERS = {kind: tokenizer(kind) for kind in KINDS}
-texts = st.lists(st.sampled_from([*TEXTS, *CONTROL, *CONTROL, " ", "\n", "<|im_", "end|>", "é"]), max_size=12)
+texts = st.lists(
+    st.sampled_from([*TEXTS, *CONTROL, *CONTROL, *OVERLAPPING, " ", "\n", "<|im_", "end|>", "é"]), max_size=12
+)
 
 
 @pytest.mark.parametrize("kind", KINDS)

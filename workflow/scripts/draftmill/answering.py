@@ -174,14 +174,14 @@ class _Verdicts:
         """Takes in the turns of a walk; raises UserError when too many are rejected."""
         if not self.wants(row):
             return
-        new = walk.facts
-        self._judged += sum(facts["outcome"] != "unasked" for facts in new)
-        if walk.rejected is not None and new:
+        asked = [facts for facts in walk.facts if facts["outcome"] != "unasked"]
+        self._judged += len(asked)
+        if walk.rejected is not None and asked:
             self._rejected += 1
             self.reasons[walk.rejected] += 1
             if len(self._examples) < EXAMPLES:
-                self._examples.append(f"{new[0]['id']}: {walk.rejected}")
-        refusals = [facts for facts in new if facts["outcome"] == "refused"]
+                self._examples.append(f"{asked[-1]['id']}: {walk.rejected}")
+        refusals = [facts for facts in asked if facts["outcome"] == "refused"]
         self._refused += len(refusals)
         if refusals and self._refused == self._judged == ALL_REFUSED:
             raise UserError(
@@ -215,7 +215,7 @@ class Asker:
         self._engine = functools.cache(engines.load)
 
     def answer(self, turn: Turn, server: Server, attempt: int, judge_last: bool = True) -> Walk:
-        """Asks one server for one turn; gives its conversation from it on. Raises Refused or Transient, OSError when
+        """Asks one server for one turn; gives its conversation from it on. Raises Refused or Transient, UserError when
         the journal cannot be written."""
         engine = self._engine(server.engine)
         route, body = _request(engine, turn)
@@ -258,7 +258,13 @@ class Asker:
         return turn
 
     def _keep(self, turn: Turn, record: dict[str, Any], judge_last: bool = True) -> Walk:
-        self._writer.append(turn.key, record)
+        try:
+            self._writer.append(turn.key, record)
+        except OSError as fault:
+            raise UserError(
+                f"The journal {self._writer.path} cannot be written ({fault.strerror}); make room on the disk "
+                "and run again: everything written so far is kept."
+            ) from fault
 
         def lookup(key: str) -> dict[str, Any] | None:
             return record if key == turn.key else self._journal.get(key)
@@ -340,11 +346,6 @@ class _Asking:
             gc.freeze()  # the rows stay: not to be looked through at every collection
             try:
                 client.run(Task(row, row.work) for row in _taken_from(pending))
-            except OSError as fault:
-                raise UserError(
-                    f"The journal {self._writer.path} cannot be written ({fault.strerror}); make room on the disk "
-                    "and run again: everything written so far is kept."
-                ) from fault
             finally:
                 self._over.set()
                 if self._lease is not None:
@@ -365,9 +366,9 @@ class _Asking:
         turn = self._asker.next(asked) if isinstance(asked, Row) else asked
         return self._settle(turn, self._asker.answer(turn, server, attempt, self._verdicts.wants(turn.row)))
 
-    def _give_up(self, asked: Row | Turn, outcome: str, detail: str) -> Task[Row | Turn] | None:
+    def _give_up(self, asked: Row | Turn, outcome: str, detail: str) -> None:
         turn = self._asker.next(asked) if isinstance(asked, Row) else asked
-        return self._settle(turn, self._asker.give_up(turn, outcome, detail))
+        self._settle(turn, self._asker.give_up(turn, outcome, detail))
 
     def _settle(self, turn: Turn, walk: Walk) -> Task[Row | Turn] | None:
         with self._lock:

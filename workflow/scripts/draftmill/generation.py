@@ -22,6 +22,7 @@ from draftmill import config as settings
 from draftmill.answers import Answer, AnswerReader
 from draftmill.aside import replacing
 from draftmill.chat import ChatTemplate, TemplateRefused
+from draftmill.errors import UserError
 from draftmill.journal import Journal
 from draftmill.model import Model
 from draftmill.rows import GENERATED
@@ -53,7 +54,7 @@ class Row:
     sample: int
 
     def __str__(self) -> str:
-        return turn_id(self.primary_id, self.sample, 0)
+        return turn_id(self.primary_id, self.sample, 0) if self.turn_count == 1 else self.primary_id
 
     @property
     def work(self) -> tuple[float, ...]:
@@ -136,7 +137,8 @@ class Shard:
         return new, total
 
     def walk(self, row: Row, lookup: Lookup, judge_last: bool = True, since: Turn | None = None) -> Walk:
-        """The conversation's settled turns, ``since`` one of them or all, and the next to ask if any is missing.
+        """The conversation's settled turns and the next to ask if any is missing: from its beginning, or from
+        ``since`` on, a turn that an earlier walk gave as ``next``.
 
         Whether its last answer is rejected decides nothing here, so that verdict (a decoding of the answer
         and a search for loops) may be left to the merge.
@@ -280,7 +282,10 @@ class Shard:
             if at not in walked:
                 walk = self.walk(rows[at], journal.get, judge_last=False)
                 if walk.next is not None and not partial:
-                    raise RuntimeError(f"turn {walk.next} is not in the journal")
+                    raise UserError(
+                        f"Turn {walk.next} is not in the journal: a turn before it was answered twice at the same time, "
+                        "here and by another job. Run again to go on from here."
+                    )
                 walked[at] = {facts["id"]: facts for facts in walk.facts}
                 left[at] = count
             facts = walked[at].pop(turn, None)

@@ -31,6 +31,7 @@ class Tokenizer:
         path = folder / "tokenizer.json"
         try:
             backend = tokenizers.Tokenizer.from_file(str(path))
+            # either would change the ids of what is sent
             backend.no_truncation()
             backend.no_padding()
             return cls(backend)
@@ -46,10 +47,11 @@ class Tokenizer:
     def encode_again(self, text: str, pieces: dict[bytes, array[int]]) -> array[int]:
         """``encode``, where much of ``text`` was encoded before: control tokens and what stands between them are taken
         from ``pieces`` (ids by the text's digest), which is filled with what is new."""
-        if self._control is None:
+        marks = [mark for mark in self._marks if mark in text]
+        if not marks:
             return array("i", self.encode(text))
         ids = array("i")
-        for piece in self._control.split(text):
+        for piece in re.split(f"({'|'.join(map(re.escape, marks))})", text):
             digest = hashlib.blake2b(piece.encode(), digest_size=16).digest()
             if digest not in pieces:
                 pieces[digest] = array("i", self.encode(piece))
@@ -57,20 +59,26 @@ class Tokenizer:
         return ids
 
     @cached_property
-    def _control(self) -> re.Pattern[str] | None:
-        """Finds the tokens at which the library itself divides a text before anything else; None where what stands
-        between two of them is not encoded as it would be alone."""
+    def _marks(self) -> tuple[str, ...]:
+        """Control tokens at which the library itself divides a text before anything else, longest first, as it looks for
+        them; none where what stands between two of them is not encoded as it would be alone."""
         added = self.backend.get_added_tokens_decoder().values()
         exact = [token for token in added if not token.normalized and token.content]
-        if not exact or any(token.lstrip or token.rstrip or token.single_word for token in exact):
-            return None
-        # leftmost, then longest, as the library
-        spellings = sorted((token.content for token in exact), key=len, reverse=True)
-        between = "Ab c\n", " Ab c", "Ab c"
-        probe = [piece for text in between for piece in (text, spellings[0])]
+        if any(token.lstrip or token.rstrip or token.single_word for token in exact):
+            return ()
+        # An added token that reaches into a control token from its left, or around it, would be found first.
+        ends = {token.content[at:] for token in exact for at in range(1, len(token.content))}
+        free = {
+            token.content
+            for token in exact
+            if token.special and not any(token.content[:n] in ends for n in range(1, len(token.content)))
+        }
+        others = [token.content for token in exact if token.content not in free]
+        marks = [mark for mark in free if not any(mark in other for other in others)]
+        probe = [piece for text in ("Ab c\n", " Ab c", "Ab c") for piece in (text, *marks[:1])]
         if self.encode("".join(probe)) != [i for piece in probe for i in self.encode(piece)]:
-            return None
-        return re.compile("(" + "|".join(map(re.escape, spellings)) + ")")
+            return ()
+        return tuple(sorted(marks, key=len, reverse=True))
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """As ``encode`` for many texts, on all cores that TOKENIZERS_PARALLELISM allows."""

@@ -262,7 +262,9 @@ class _Tuner:
         engine = self._known
         if engine.architecture is not None:
             engine = replace(engine, flags=self._all_flags(bench.slot, setting))
-        at_once = facts["capacity"] + facts["queue_depth"]
+        at_once = (
+            self._config["operation"]["client"]["concurrency"] or facts["capacity"] + facts["queue_depth"]
+        )
         load = _Load(self._turns(setting), bench.server(facts), at_once, bench.turns, engine)
         return load.measure(measurement, facts["capacity"], best, bench.key)
 
@@ -327,12 +329,7 @@ class _Bench:
             ) from fault
 
     def server(self, facts: dict[str, Any]) -> Server:
-        return Server(
-            f"{self.fleet.host.name}/{self.slot.name}",
-            facts["address"],
-            facts["engine"],
-            str(facts["version"]),
-        )
+        return Server.published(self.fleet, self.slot.name, facts)
 
 
 class _Load:
@@ -345,13 +342,14 @@ class _Load:
         self._stop = threading.Event()
         self._lock = threading.Lock()
         self._answers = self._rejected = self._tokens = 0
-        self._fault: Exception | None = None
+        self._fault: Exception | None = None  # of the server, since its last answer
+        self._raised: Exception | None = None  # what no other server would do better
 
     def measure(self, measurement: Measurement, capacity_: int, best: float, key: str) -> Measurement:
         engine = engines.load(self._server.engine)
         samples: list[Sample] = []
         began = time.monotonic()
-        threads = [threading.Thread(target=self._ask_on, daemon=True) for _ in range(self._at_once)]
+        threads = [threading.Thread(target=self._ask_until_stopped, daemon=True) for _ in range(self._at_once)]
         for thread in threads:
             thread.start()
         steady_from: float | None = None
@@ -372,6 +370,8 @@ class _Load:
         deadline = time.monotonic() + DRAIN_S
         while any(thread.is_alive() for thread in threads) and time.monotonic() < deadline:
             time.sleep(0.2)
+        if self._raised is not None:
+            raise self._raised
         return self._result(measurement, outcome, samples, steady_from, capacity_)
 
     def _settled(self, samples: list[Sample], capacity_: int, elapsed_s: float) -> bool:
@@ -380,6 +380,13 @@ class _Load:
         if running[-1] >= 0.95 * min(capacity_, self._at_once) or elapsed_s > RAMP_S:
             return True
         return len(running) > 15 and running[-1] > 0 and running[-1] <= running[-11]
+
+    def _ask_until_stopped(self) -> None:
+        try:
+            self._ask_on()
+        except Exception as fault:  # noqa: BLE001  raised again by measure
+            self._raised = fault
+            self._stop.set()
 
     def _ask_on(self) -> None:
         tries = 0
@@ -397,6 +404,7 @@ class _Load:
                 continue
             except Refused as refusal:
                 walk = self._turns.asker.give_up(turn, "refused", str(refusal))
+            tries, self._fault = 0, None
             with self._lock:
                 self._answers += 1
                 self._rejected += walk.rejected is not None

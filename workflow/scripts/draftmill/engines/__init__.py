@@ -42,7 +42,6 @@ class Facts:
     version: str
     capacity: int  # effective maximum of running requests, never the asked one
     asked_capacity: int | None = None
-    context_length: int | None = None
     kv_tokens: int | None = None
     state_slots: int | None = None
     flags: dict[str, Any] = field(default_factory=dict)  # redacted
@@ -56,7 +55,6 @@ class Completion:
     finish_reason: str  # "stop" | "length"
     cached_tokens: int = 0
     queue_s: float = 0.0
-    latency_s: float = 0.0
 
 
 class Refused(Exception):

@@ -94,7 +94,6 @@ class LlamaCpp:
         return Facts(
             version=f"xllamacpp {importlib.metadata.version('xllamacpp')}",
             capacity=int(found["total_slots"]),
-            context_length=int(settings["n_ctx"]),
             kv_tokens=int(settings["n_ctx"]) * int(found["total_slots"]),
             flags={"build_info": found.get("build_info")},
         )
@@ -138,7 +137,6 @@ class LlamaCpp:
             output_ids=tuple(reply["tokens"]),
             finish_reason=reasons.get(reply.get("stop_type", ""), "length"),
             cached_tokens=int(timings.get("cache_n", 0)),
-            latency_s=(timings.get("prompt_ms", 0.0) + timings.get("predicted_ms", 0.0)) / 1000,
         )
 
     def start_failed(self, log_tail: str) -> bool:

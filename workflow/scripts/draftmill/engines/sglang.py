@@ -208,7 +208,6 @@ class SGLang:
             version=str(info.get("version", "")),
             capacity=int(effective) * ranks,
             asked_capacity=info.get("max_running_requests"),
-            context_length=info.get("context_length"),
             kv_tokens=None if pool is None else int(pool) * ranks,
             state_slots=self._state_slots(address, key),
             flags=_redacted(info, key),
@@ -302,7 +301,6 @@ class SGLang:
             finish_reason=kind,
             cached_tokens=int(meta.get("cached_tokens") or 0),
             queue_s=float(meta.get("queue_time") or 0.0),
-            latency_s=float(meta.get("e2e_latency") or 0.0),
         )
 
     def likely_cause(self, log_tail: str) -> str:

@@ -21,7 +21,7 @@ import socket
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
@@ -74,6 +74,11 @@ class Server:
     engine: str
     version: str
 
+    @classmethod
+    def published(cls, fleet: Fleet, slot: str, state: Mapping[str, Any]) -> Server:
+        """The server of a slot whose supervisor says this of it."""
+        return cls(f"{fleet.host.name}/{slot}", state["address"], state["engine"], str(state["version"]))
+
 
 @dataclass
 class _Link:
@@ -98,6 +103,10 @@ class _Link:
     @property
     def ready(self) -> bool:
         return self.public.get("state") == "ready"
+
+    @property
+    def given_up(self) -> bool:
+        return self.public.get("state") == "given_up"
 
 
 @dataclass(frozen=True)
@@ -127,8 +136,8 @@ class Client(Generic[T]):
 
     ``answer(what, server, attempt)`` asks the server, keeps the answer, and gives the next task of the same
     conversation or None; it runs in many threads and raises Refused or Transient. ``give_up(what,
-    outcome, detail)`` keeps that a turn will never be answered (``refused`` or ``poison``), and gives the
-    next task too. ``revive()`` is called when no supervisor has been there for REVIVE_S. ``proven``: such
+    outcome, detail)`` keeps that a turn will never be answered (``refused`` or ``poison``), with which its
+    conversation ends. ``revive()`` is called when no supervisor has been there for REVIVE_S. ``proven``: such
     servers have answered before; where none ever has, no turn is blamed for a server's end. ``deadline``
     (monotonic s): no turn is asked that would, by the longest answer so far, end after it.
     """
@@ -139,7 +148,7 @@ class Client(Generic[T]):
         name: str,
         order: float,
         answer: Callable[[T, Server, int], Task[T] | None],
-        give_up: Callable[[T, str, str], Task[T] | None],
+        give_up: Callable[[T, str, str], None],
         note: Callable[[str, dict[str, Any]], None],
         tick: Callable[[Figures], None],
         revive: Callable[[], None],
@@ -175,7 +184,7 @@ class Client(Generic[T]):
         """Returns when every task and all that followed from them are answered or given up.
 
         Raises UserError when no server is left, when turns failed again and again on living servers, or when the
-        time is up; OSError from ``answer`` (a full disk) ends it too.
+        time is up, and whatever ``answer`` raises beside Refused and Transient.
         """
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         for task in tasks:
@@ -237,9 +246,7 @@ class Client(Generic[T]):
         detail = f"took a server down {task.crashes_alone} times with nothing else running"
         log.error("poison: %s %s", task.what, detail)
         self.note("poison", {"turn": str(task.what)})
-        follow_up = self.give_up(task.what, "poison", detail)
-        if follow_up is not None:
-            self._put(follow_up)
+        self.give_up(task.what, "poison", detail)
 
     def _take(self, link: str) -> Task[T] | None:
         """The next turn for this server: one whose beginning it holds, else the longest, else one that
@@ -343,12 +350,13 @@ class Client(Generic[T]):
         """Tells each supervisor what is wanted and given back, if that has changed."""
         ready = self._waiting - len(self._delayed) - len(self._suspects)
         now = time.monotonic()
+        for link in self._links.values():
+            if link.alone and not link.running and (not self._suspects or link.given_up):
+                link.alone = False
         alone_somewhere = any(link.alone for link in self._links.values())
         for name, link in list(self._links.items()):
-            if not link.alone and self._suspects and link.ready and not alone_somewhere:
+            if self._suspects and link.ready and not alone_somewhere:
                 link.alone = alone_somewhere = True
-            elif link.alone and not self._suspects and not link.running:
-                link.alone = False
             if self._closing:
                 want = 0
             elif link.alone:
@@ -372,7 +380,7 @@ class Client(Generic[T]):
     def _check_hope(self) -> None:
         if self._links:
             self._last_link, self._revived = time.monotonic(), False
-            if any(link.public.get("state") != "given_up" for link in self._links.values()):
+            if not all(link.given_up for link in self._links.values()):
                 self._last_hope = time.monotonic()
             elif time.monotonic() - self._last_hope > HOPELESS_S:
                 raise UserError(
@@ -416,16 +424,10 @@ class Client(Generic[T]):
                 number = next(self._numbers)
                 link.running[number] = task
                 self._in_flight += 1
-                public = link.public
-                server = Server(
-                    f"{self.fleet.host.name}/{name}",
-                    public["address"],
-                    public["engine"],
-                    str(public["version"]),
-                )
+                server = Server.published(self.fleet, name, link.public)
                 task.attempts += 1
                 task.alone = link.alone
-                threads.run(self._one, name, public["epoch"], number, task, server)
+                threads.run(self._one, name, link.public["epoch"], number, task, server)
             if link.permits:
                 link.returned += link.permits
                 link.permits = 0
@@ -437,7 +439,8 @@ class Client(Generic[T]):
             try:
                 follow_up, answered = self.answer(task.what, server, task.attempts), True
             except Refused as refusal:
-                follow_up, answered = self.give_up(task.what, "refused", str(refusal)), False
+                self.give_up(task.what, "refused", str(refusal))
+                follow_up, answered = None, False
             self._finish(
                 _Done(
                     name,

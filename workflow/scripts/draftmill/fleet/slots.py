@@ -48,8 +48,11 @@ class Slot:
 
     @property
     def hardware(self) -> str:
-        """What a measurement on this slot holds for: the GPUs' model name, and their number where it is not one."""
-        return self.gpu_name if len(self.gpus) < 2 else f"{len(self.gpus)} × {self.gpu_name}"
+        """What a measurement on this slot holds for: the GPUs' model name, whether they are parts of one (MIG, of one
+        size on a host that is set up as usual), and their number where it is not one."""
+        part = " MIG" if self.gpus and self.gpus[0].uuid.startswith("MIG-") else ""
+        number = f"{len(self.gpus)} × " if len(self.gpus) > 1 else ""
+        return f"{number}{self.gpu_name}{part}"
 
 
 @cache

@@ -3,7 +3,7 @@ starts it again when it dies, and ends with the Snakemake process that owns the 
 
 A detached process, one a slot. It speaks lines of JSON over a Unix socket:
 
-    from a lease or client   {"hello": {"role", "name", "order"}}, then a client's
+    from everybody           {"hello": {"role", "name"}}; a client adds "order", and goes on with
                              {"want", "seen", "returned", "answered", "failed", "alone"} (counts that only
                              grow, but want; a permit comes back answered, failed or unused)
     to everybody             {"server": {...}} when something changed, {"down": epoch, "reason": …}
@@ -352,7 +352,8 @@ class Supervisor:
             await asyncio.sleep(0.3)
 
     async def _until_down(self) -> None:
-        """Returns never; raises _Down when the server has died or does no work that it should."""
+        """Returns never; raises _Down when the server has died or does no work that it should, _Replaced when other
+        flags are wanted."""
         while True:
             await asyncio.sleep(0.1)
             if self.changed.is_set():

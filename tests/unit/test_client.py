@@ -1,0 +1,94 @@
+"""The client beside supervisors that this test plays, line by line."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from draftmill.engines import Broken
+from draftmill.fleet.client import Client, Server, Task
+from draftmill.fleet.places import Fleet
+from draftmill.fleet.processes import Process
+
+
+class Supervisor:
+    """One end of a supervisor's socket."""
+
+    def __init__(self, fleet: Fleet, slot: str) -> None:
+        self._slot, self._listener = slot, socket.socket(socket.AF_UNIX)
+        self._listener.bind(str(fleet.socket(slot)))
+        self._listener.listen()
+        self._listener.settimeout(20)
+
+    def accept(self) -> None:
+        self._connection, _ = self._listener.accept()
+        self._connection.settimeout(20)
+        self._lines = self._connection.makefile("r", encoding="utf-8")
+        assert json.loads(self._lines.readline())["hello"]["role"] == "client"
+
+    def say(self, **message: Any) -> None:
+        self._connection.sendall(json.dumps(message).encode() + b"\n")
+
+    def stands(self, state: str, epoch: int) -> None:
+        server = {"address": self._slot, "engine": "sglang", "version": "1", "capacity": 1}
+        self.say(server={**server, "state": state, "epoch": epoch})
+
+    def grant(self, epoch: int, alone: bool) -> None:
+        """One permit, as soon as one is wanted in that way."""
+        for line in self._lines:
+            told = json.loads(line)
+            if told["want"] and told["alone"] == alone:
+                self.say(granted=1, epoch=epoch, alone=alone)
+                return
+        raise AssertionError("the client has gone")
+
+
+def test_a_suspect_finds_another_server_when_the_one_that_was_to_try_it_is_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DRAFTMILL_RUNTIME_DIR", str(tmp_path / "run"))
+    fleet = Fleet(tmp_path / "results", Process.me())
+    one, other = Supervisor(fleet, "one"), Supervisor(fleet, "other")
+    asked: list[tuple[str, int]] = []
+    down = threading.Semaphore(0)
+
+    def answer(what: str, server: Server, attempt: int) -> Task[str] | None:
+        asked.append((server.address, attempt))
+        if server.address == "one":
+            down.acquire(timeout=20)
+            raise Broken("it has gone")
+        return None
+
+    def nothing(*_: object) -> None: ...
+
+    client: Client[str] = Client(
+        fleet, "1-of-1", 0.0, answer, nothing, nothing, nothing, nothing, proven=True, deadline=float("inf")
+    )
+    running = threading.Thread(target=client.run, args=([Task("a turn")],), daemon=True)
+    running.start()
+    one.accept()
+    other.accept()
+    other.stands("starting", 1)
+    for epoch in (1, 2):  # with others beside it, so that it is no more than suspected
+        one.stands("ready", epoch)
+        one.grant(epoch, alone=False)
+        while len(asked) < epoch:
+            threading.Event().wait(0.01)
+        one.say(down=epoch, reason="killed")
+        one.stands("starting", epoch)
+        down.release()
+    one.stands("ready", 3)
+    for line in one._lines:
+        if json.loads(line)["alone"]:
+            break
+    one.stands("given_up", 3)
+    other.stands("ready", 2)
+    other.grant(2, alone=True)
+    running.join(20)
+    assert not running.is_alive()
+    assert asked == [("one", 1), ("one", 2), ("other", 3)]
