@@ -78,7 +78,7 @@ CASES = (
     Case("equal, 64 shards", shards=64, scale=10),
     Case("one server four times slower", shards=8, slow=True),
     Case("one server dies at half-time", shards=8, dying=True),
-    Case("chains of four turns", shards=8, chain=4, scale=10),
+    Case("four servers, chains of four turns", shards=8, servers=4, chain=4, scale=10),
     Case(
         "four servers, 80 shards (2 capacities each)",
         shards=80,
@@ -146,7 +146,7 @@ def spans_and_downs(folder: Path, scale: float) -> tuple[list[Span], list[tuple[
     spans: list[Span] = []
     lives: dict[int, list[tuple[float, float]]] = {}
     for number, slot in starts.items():
-        given: dict[str, float] = {}
+        given: dict[str, tuple[float, int]] = {}
         ready = last = 0.0
         for line in (folder / f"requests-{number:04d}.jsonl").read_bytes().splitlines():
             event = orjson.loads(line)
@@ -154,10 +154,11 @@ def spans_and_downs(folder: Path, scale: float) -> tuple[list[Span], list[tuple[
             if event["event"] == "ready":
                 ready = last
             elif event["event"] == "start":
-                given[event["rid"]] = last
+                given[event["rid"]] = last, event["prompt"]
             elif event["event"] == "finish" and harness.sound(event):
                 began = last - event["run_s"] * scale
-                spans.append(Span(order[slot], given[event["rid"]], began, last, event["out"]))
+                sent, prompt = given[event["rid"]]
+                spans.append(Span(order[slot], sent, began, last, event["out"], prompt))
         if ready:
             lives.setdefault(order[slot], []).append((ready, last))
     downs = [
@@ -175,7 +176,7 @@ def figures(case: Case, folder: Path, slots: int, scale: float) -> Outcome:
         Pace(slots, speed=0.25 if case.slow and server == case.servers - 1 else 1.0)
         for server in range(case.servers)
     ]
-    rates = [full_rate(pace, [(200, span.output_tokens) for span in spans]) for pace in paces]
+    rates = [full_rate(pace, [(span.prompt_tokens, span.output_tokens) for span in spans]) for pace in paces]
     if case.slow:  # which slot got the slow start is not ours to choose: the one that answered least
         counts = [sum(span.server == server for span in spans) for server in range(case.servers)]
         slowest = counts.index(min(counts))

@@ -52,6 +52,7 @@ class Span:
     began: float
     ended: float
     output_tokens: int
+    prompt_tokens: int = 0
 
 
 @dataclass(frozen=True)

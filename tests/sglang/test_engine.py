@@ -127,7 +127,7 @@ def question(tokenizer: tokenizers.Tokenizer) -> list[int]:
 def test_facts(server: Running) -> None:
     assert server.facts.version == "0.5.23"
     assert (server.facts.capacity, server.facts.asked_capacity) == (24, 24)
-    assert (server.facts.context_length, server.facts.kv_tokens) == (CONTEXT, 16384)
+    assert server.facts.kv_tokens == 16384
     assert server.facts.state_slots is None  # no recurrent state in this model
     assert adapter.capacity_in_log(server.log()) == server.facts.capacity
 
@@ -162,7 +162,6 @@ def test_ids_in_ids_out_with_the_stop_token(
     assert done.finish_reason == "stop"
     assert done.output_ids[-1] == END_OF_TURN
     assert "Paris" in tokenizer.decode(done.output_ids)
-    assert done.latency_s > 0
 
 
 def test_a_limit_cuts_and_says_so(server: Running, question: list[int]) -> None:
