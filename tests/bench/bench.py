@@ -78,13 +78,13 @@ CASES = (
     Case("equal, 64 shards", shards=64, scale=10),
     Case("one server four times slower", shards=8, slow=True),
     Case("one server dies at half-time", shards=8, dying=True),
-    Case("four servers, chains of four turns", shards=8, servers=4, chain=4, scale=10),
+    Case("four servers, chains of four turns", shards=8, servers=4, chain=4, scale=12),
     Case(
         "four servers, 80 shards (2 capacities each)",
         shards=80,
         servers=4,
         judged=False,
-        scale=20,
+        scale=30,
         policies=POLICIES[:1],
     ),
     Case(

@@ -59,6 +59,7 @@ NOT_RUN = {
     "snakemake": "tests run the same with --cores and --resources, and with targets and no flags",
     "make demo": "it installs from a registry; its recipe's commands are run by tests, the whole by hand",
     "make test": "it is what runs the tests",
+    "make bench": "it takes 40 minutes of a machine at rest",
     "make lint": "run by .ci/run",
     "make types": "run by .ci/run",
     "make format": "it changes the files of the clone; .ci/run runs make format-check",

@@ -111,10 +111,14 @@ class _Tuner:
         all_slots = slots(self._config["operation"])
         if any(slot.address for slot in all_slots):
             raise UserError("Tuning starts servers itself; it cannot tune the servers of operation.attach.")
+        alike = [slot for slot in all_slots if slot.hardware == all_slots[0].hardware]
+        if len(alike) < len(all_slots):
+            log.warning(
+                "measuring on %s alone: %d of %d servers; what is found there holds for no other GPU",
+                alike[0].hardware, len(alike), len(all_slots),
+            )  # fmt: skip
         with self._leases(len(all_slots)):
-            workers = [
-                threading.Thread(target=self._work, args=(slot,), name=slot.name) for slot in all_slots
-            ]
+            workers = [threading.Thread(target=self._work, args=(slot,), name=slot.name) for slot in alike]
             for worker in workers:
                 worker.start()
             for worker in workers:
