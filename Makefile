@@ -33,6 +33,16 @@ $(VENV)/dev.stamp: requirements-dev.lock $(VENV)/run.stamp
 	@$(PIP) -r requirements-dev.lock
 	@touch $@
 
+# Compiled once, here: an allocation starts a dozen Python processes, which on many nodes at once, or where Python may
+# not keep what it compiles (PYTHONDONTWRITEBYTECODE), would each compile every module anew. A package may hold files
+# that no Python can compile.
+$(VENV)/slurm.stamp: requirements-slurm.lock $(VENV)/run.stamp
+	@$(PIP) -r requirements-slurm.lock
+	@python -m compileall -qq -j 0 $(VENV)/lib workflow/scripts || true
+	@touch $@
+
+setup-slurm: $(VENV)/slurm.stamp ## setup, and what a Slurm cluster needs besides
+
 demo: $(VENV)/run.stamp ## prompts to dataset with the shipped config: where the results are and how fast it was
 	@snakemake --cores 8 --resources gpu=8
 	@python -m draftmill summary
@@ -53,8 +63,7 @@ test-sglang: $(VENV)/dev.stamp ## the engine tests and the whole workflow throug
 	@bash tests/sglang/setup.sh
 	@pytest tests/sglang $(ARGS)
 
-test-slurm: $(VENV)/dev.stamp ## the whole workflow on a real Slurm of this machine (needs root)
-	@$(PIP) -r requirements-slurm.lock
+test-slurm: $(VENV)/dev.stamp $(VENV)/slurm.stamp ## the whole workflow on a real Slurm of this machine (needs root)
 	@trap 'bash tests/slurm/setup.sh stop' EXIT; bash tests/slurm/setup.sh; pytest tests/slurm $(ARGS)
 
 chaos: $(VENV)/dev.stamp ## 50 seeds of injected faults; writes chaos.json

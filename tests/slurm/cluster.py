@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -12,15 +13,21 @@ from pathlib import Path
 from tests.workflow.project import ROOT, Project
 
 SETUP = Path(__file__).with_name("setup.sh")
+OFTEN = Path(__file__).with_name("often.py")
 STATE = Path("/run/draftmill-slurm")
 os.environ["SLURM_CONF"] = str(STATE / "slurm.conf")
 PROFILE = ROOT / "profiles" / "slurm"
-# What a user leaves at 40 s: a test does not wait so long to be told that a job has ended.
+# A user waits 40 s for the first look at a job, and longer for each further one (often.py).
 POLL = ("--slurm-init-seconds-before-status-checks", "2")
 
 
 class ClusterProject(Project):
     """A project whose snakemake runs with profiles/slurm."""
+
+    def command(self, *words: str) -> list[str]:
+        if words[0] == "snakemake":
+            return [sys.executable, str(OFTEN), *words[1:]]
+        return super().command(*words)
 
     def on_slurm(self, *words: str) -> subprocess.CompletedProcess[str]:
         """Runs `snakemake --profile profiles/slurm` to its end."""
@@ -68,6 +75,18 @@ def wait_for(what: Callable[[], bool], seconds: float = 240) -> None:
     while not what():
         assert time.monotonic() < deadline, f"after {seconds} s it is still not so"
         time.sleep(0.1)
+
+
+def preempt(job: dict[str, str]) -> None:
+    """Lets an urgent job take all GPUs of an allocation's node for a moment."""
+    before = processes_of(job["JobId"])
+    place = ("--partition=urgent", f"--nodelist={job['NodeList']}", "--nodes=1", "--gpus-per-node=8")
+    urgent = command(
+        "sbatch", "--parsable", *place, "--chdir=/", "--output=/dev/null", "--wrap", "sleep 1"
+    ).strip()
+    wait_for(lambda: jobs()[urgent]["JobState"] == "COMPLETED", 60)
+    left = set(before) & set(processes_of(job["JobId"]))
+    assert before and not left, f"left behind on the node: {left}"
 
 
 def processes_of(job: str) -> list[int]:

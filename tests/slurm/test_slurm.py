@@ -15,7 +15,16 @@ from typing import Any
 
 import polars as pl
 import pytest
-from tests.slurm.cluster import SETUP, STATE, ClusterProject, command, jobs_of, processes_of, wait_for
+from tests.slurm.cluster import (
+    SETUP,
+    STATE,
+    ClusterProject,
+    command,
+    jobs_of,
+    preempt,
+    processes_of,
+    wait_for,
+)
 
 pytestmark = [
     pytest.mark.slurm,
@@ -148,6 +157,30 @@ def test_scancel_leaves_nothing_and_both_shards_go_on(tmp_path: Path) -> None:
     assert project.server_starts() == 2
 
 
+def test_preemption_loses_nothing(tmp_path: Path) -> None:
+    """First it starts the allocation again; then, as an administrator may have it, it ends the allocation."""
+    project = prepared(tmp_path / "project", 2, 10, LONG)
+    run = project.start_on_slurm(*targets(2))
+    wait_for(lambda: project.requests() > 0)
+    (first,) = jobs_of(project)
+    preempt(first)
+    answered = project.requests()
+    wait_for(lambda: project.requests() > answered)
+    (again,) = jobs_of(project)
+    assert (again["JobId"], again["Restarts"]) == (first["JobId"], "1")
+    command("scontrol", "update", "partitionname=main", "preemptmode=cancel")
+    try:
+        preempt(again)
+        assert project.requests() < 10
+        assert run.wait(500) == 0, project.started_log
+    finally:
+        command("scontrol", "update", "partitionname=main", "preemptmode=requeue")
+    accounts(project, 10)
+    assert [job["JobState"] for job in jobs_of(project)] == ["PREEMPTED", "COMPLETED"]
+    assert project.server_starts() == 3
+    assert project.processes() == []
+
+
 def test_the_time_limit_ends_a_shard_with_a_sentence(tmp_path: Path) -> None:
     project = prepared(tmp_path / "project", 1, 30, LONG)
     # the list takes the place of the profile's
@@ -178,6 +211,26 @@ def test_a_node_that_goes_down_loses_nothing(tmp_path: Path) -> None:
     assert [(job["JobId"], job["NodeList"]) for job in jobs_of(project)] == [
         (job["JobId"], "mill2") for job in jobs_of(project)
     ], "Slurm has started the lost job again elsewhere"
+
+
+def test_settings_are_measured_once_and_by_name(tmp_path: Path) -> None:
+    flags = {"server": {"flags": ["auto", "--no-cache-prompt"]}, "tune": {"budget_s": 1}}
+    project = prepared(tmp_path / "project", 14, 56, {**LONG, "operation": flags})
+    last = targets(14)[-2:]  # the tuner asks the first shards' turns
+    refused = project.on_slurm(*last)
+    assert refused.returncode == 1 and "type snakemake tune" in refused.stderr
+    assert jobs_of(project) == []
+    done = project.on_slurm("tune")
+    assert done.returncode == 0, done.stdout + done.stderr
+    measurements = (project.results / "tuning" / "measurements.jsonl").read_bytes()
+    assert measurements.count(b'"measured"') == 1 and project.requests() > 0
+    done = project.on_slurm(*last, "--group-components", "shards=1")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert [job["JobState"] for job in jobs_of(project)] == ["COMPLETED"] * 3
+    assert (project.results / "tuning" / "measurements.jsonl").read_bytes() == measurements
+    logs = (path.read_text() for path in (project.results / "logs" / "generate").glob("*.log"))
+    assert "nothing was measured" not in "".join(logs)
+    assert max(Counter(project.keys()).values()) == 1
 
 
 def test_eight_gpus_at_once(tmp_path: Path) -> None:

@@ -45,6 +45,7 @@ RUN = {
         SLURM,
         'on_slurm("results/generated/2-of-4.parquet")',
     ),
+    "snakemake tune --profile profiles/slurm": (SLURM, 'project.on_slurm("tune")'),
     "make docs": ("tests/unit/test_config.py", "config_docs"),
     "pytest tests/unit/test_capacity.py": ("tests/unit/test_capacity.py", "def test_the_measured_table"),
 }
@@ -54,8 +55,7 @@ RUN_HERE = [
     "python -m draftmill diagnose results/fleet/HOST/SLOT.telemetry.jsonl",
 ]
 NOT_RUN = {
-    "make setup": "it installs from a registry; run by .ci/run",
-    ".venv/bin/python -m pip install --no-deps -r requirements-slurm.lock": "it installs; make test-slurm does the same",
+    "make setup-slurm": "it installs from a registry; make test-slurm does the same first",
     "snakemake": "tests run the same with --cores and --resources, and with targets and no flags",
     "make demo": "it installs from a registry; its recipe's commands are run by tests, the whole by hand",
     "make test": "it is what runs the tests",

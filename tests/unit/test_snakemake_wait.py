@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from snakemake import jobs
+from snakemake.executors import local
 
 from draftmill import snakemake_wait
 
@@ -34,3 +35,14 @@ def test_a_service_that_is_over_is_not_waited_for(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(snakemake_wait, "SOON_S", 1e9)
     snakemake_wait.look_often()
     asyncio.run(jobs.wait_for_files([str(tmp_path / "lease.json")], ignore_pipe_or_service=True))
+
+
+def test_the_end_of_a_shard_is_seen_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The executor waits so between two looks at a group's jobs."""
+    waits: list[float] = []
+    monkeypatch.setattr(local, "time", local.time)
+    monkeypatch.setattr(jobs, "wait_for_files", jobs.wait_for_files)
+    snakemake_wait.look_often()
+    monkeypatch.setattr("time.sleep", waits.append)
+    local.time.sleep(1)
+    assert waits == [snakemake_wait.END_LOOK_S]

@@ -9,8 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from draftmill import answering, tuner, tuning
 from draftmill import config as settings
-from draftmill import tuning
+from draftmill.errors import UserError
+from draftmill.fleet.locks import Lock
 from draftmill.tuning import (
     Circumstances,
     Measurement,
@@ -222,6 +224,8 @@ def test_the_winner_stands_in_for_exactly_the_flags_it_was_measured_against(tmp_
     assert in_force(config_with("--tp-size 4"), tmp_path) is None
     assert in_force(config_with("--tp-size 2"), tmp_path, gpu="B200") is None
     assert in_force(config_with("--tp-size 2"), tmp_path, model="another") is None
+    assert adopted_flags(config_with("--tp-size 2"), tmp_path, None, HERE.model) == won.flags
+    assert adopted_flags(config_with("--tp-size 2"), tmp_path, None, "another") is None
     winner = json.loads((tmp_path / "tuning" / "winner.json").read_text())
     assert winner["tok_s"] == 200 and winner["asked_tok_s"] == 100
     assert sorted(path.name for path in (tmp_path / "tuning").iterdir()) == [
@@ -234,3 +238,24 @@ def test_where_nothing_could_be_measured_the_asked_flags_are_kept_as_the_tuned_o
     """So that the next server does not tune again."""
     tuning.adopt(tmp_path, decide([], ASKED), ASKED, HERE)
     assert in_force(config_with("--tp-size 2"), tmp_path) == ASKED.flags
+
+
+# --- more than one host
+
+
+def test_two_tuners_never_measure_over_the_same_results(tmp_path: Path) -> None:
+    (tmp_path / "tuning").mkdir()
+    other = Lock(tmp_path / "tuning" / "lock")
+    assert other.take()
+    with pytest.raises(UserError, match=r"measures over .* already"):
+        tuner.tune(config_with("auto"), tmp_path)
+    assert [path.name for path in tmp_path.rglob("*")] == ["tuning", "lock"]
+
+
+def test_a_slurm_allocation_does_not_measure_by_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    assert answering._tune_first(config_with("auto"), tmp_path, HERE.model) is False
+    assert list(tmp_path.iterdir()) == []
+    assert "its servers start with the flags as asked" in caplog.text

@@ -13,7 +13,8 @@ if str(SCRIPTS) not in sys.path:
 from draftmill import config as configuration
 from draftmill import prompts as prompt_files
 from draftmill.errors import UserError
-from draftmill import snakemake_lock, snakemake_pool, snakemake_step, snakemake_wait
+from draftmill import snakemake_lock, snakemake_pool, snakemake_preemption
+from draftmill import snakemake_step, snakemake_wait
 from draftmill.fleet import processes
 
 try:
@@ -50,6 +51,7 @@ if not workflow.subprocess_exec:
     snakemake_step.unite(workflow)
     snakemake_lock.make_reentrant()
     snakemake_wait.look_often()
+    snakemake_preemption.let_end()
 
 
 wildcard_constraints:

@@ -16,3 +16,17 @@ rule tune:
         "Measuring server settings."
     script:
         "../scripts/tune.py"
+
+
+# Where shards are answered elsewhere, each allocation would measure for itself, and some turns be asked twice.
+onstart:
+    if not workflow.local_exec:
+        from draftmill import serving
+
+        begun = {job.rule.name for job in workflow.dag.needrun_jobs()}
+        if "generate" in begun and serving.untuned(settings, Path("results")):
+            raise WorkflowError(
+                "operation.server.flags has auto, and nothing was measured yet for the other flags and this model. "
+                "On a cluster measure once, before the run: type snakemake tune with the same --profile; "
+                "or leave auto out."
+            )

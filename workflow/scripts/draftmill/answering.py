@@ -110,14 +110,22 @@ def _unfinished(shard: Shard, rows: list[Row], journal: Journal) -> tuple[list[R
 
 def _tune_first(config: settings.Config, results: Path, model_identity: str) -> bool:
     """With ``auto`` among the server's flags: one job of the run measures, the others wait for what it finds.
-    Returns whether the flags are so tuned."""
+    Returns whether it has measured.
+
+    Never in a Slurm allocation: others would measure too, each with the turns that the first has asked or will ask.
+    """
     if config["operation"]["engine"] == "attach" or not settings.server_flags(config).tuned:
+        return False
+    hardware = slots(config["operation"])[0].hardware
+    found = functools.partial(tuning.adopted_flags, config, results, hardware, model_identity)
+    if allocation.job() is not None:
+        if found() is None:
+            log.warning("nothing was measured on %s, so its servers start with the flags as asked", hardware)
         return False
     lock = Lock(Fleet(results, processes.owner()).runtime / "tuning.lock")
     while not lock.take():
         time.sleep(1)
-    hardware = slots(config["operation"])[0].hardware
-    if tuning.adopted_flags(config, results, hardware, model_identity) is None:
+    if found() is None:
         from draftmill.tuner import tune
 
         tune(config, results)

@@ -75,6 +75,17 @@ def server_spec(
     )
 
 
+def untuned(config: settings.Config, results: Path) -> bool:
+    """Whether ``auto`` among the server's flags stands for nothing yet: nothing was measured for the flags as asked and
+    this model, on whatever hardware."""
+    if config["operation"]["engine"] == "attach" or not settings.server_flags(config).tuned:
+        return False
+    folder = results / "model"
+    if not (folder / "model.json").exists():
+        return True
+    return tuning.adopted_flags(config, results, None, Model.load(folder).identity) is None
+
+
 def _environment(server: Mapping[str, Any]) -> dict[str, str]:
     """The servers' own environment variables; operation.server.python names another interpreter's SGLang."""
     python = {COMMAND_VARIABLE: f"{server['python']} -m sglang.launch_server"} if server["python"] else {}

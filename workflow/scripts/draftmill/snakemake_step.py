@@ -12,6 +12,7 @@ import os
 import sys
 
 from snakemake.dag import DAG
+from snakemake.scheduling.job_scheduler import JobScheduler
 from snakemake.workflow import Workflow
 
 
@@ -34,3 +35,5 @@ def unite(workflow: Workflow) -> None:
 
     united.united = True  # type: ignore[attr-defined]
     DAG._update_group_components = united
+    # After the one job it would look a second later for more, and not end before (measured).
+    JobScheduler._schedule_reevalutation = lambda *_: None

@@ -31,6 +31,7 @@ from draftmill.errors import UserError
 from draftmill.expectations import expect, given_flags
 from draftmill.fleet import processes
 from draftmill.fleet.client import Server
+from draftmill.fleet.locks import Lock
 from draftmill.fleet.places import Fleet
 from draftmill.fleet.slots import Slot, slots
 from draftmill.generation import Shard, Turn
@@ -48,8 +49,22 @@ MOST_CANDIDATES = 12
 
 def tune(config: settings.Config, results: Path) -> tuning.Decision:
     """Measures what promises most within ``operation.tune.budget_s``, goes on where an earlier call stopped,
-    and adopts the winner. Raises UserError when there is nothing to measure with."""
-    return _Tuner(config, results).run()
+    and adopts the winner. Raises UserError when there is nothing to measure with, or when it is being done already."""
+    folder = results / tuning.FOLDER
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = Lock(folder / "lock")
+    try:
+        alone = lock.take()  # across hosts, too, where a shared file system keeps locks
+    except OSError:
+        alone = True  # it keeps none
+    if not alone:
+        raise UserError(
+            f"Another call measures over {results} already, with the same turns; wait for it, or end it."
+        )
+    try:
+        return _Tuner(config, results).run()
+    finally:
+        lock.release()
 
 
 class _Feed:

@@ -197,10 +197,10 @@ def adopt(results: Path, decision: Decision, asked: Setting, circumstances: Circ
 
 
 def adopted_flags(
-    config: settings.Config, results: Path, hardware: str, model_identity: str
+    config: settings.Config, results: Path, hardware: str | None, model_identity: str
 ) -> tuple[str, ...] | None:
     """The tuned flags that stand in for the configured ones; None where nothing was tuned for those flags,
-    this hardware of a slot and this model. Another version of the engine keeps them: tune again after a change of it."""
+    this hardware of a slot (None: any) and this model. Another version of the engine keeps them: tune again after a change of it."""
     path = results / FOLDER / "winner.json"
     if not path.exists():
         return None
@@ -208,6 +208,6 @@ def adopted_flags(
     if tuple(winner["asked"]) != settings.server_flags(config).words:
         return None
     where = winner["circumstances"]
-    if (where["gpu"], where["model"]) != (hardware, model_identity):
+    if where["model"] != model_identity or hardware not in (None, where["gpu"]):
         return None
     return tuple(winner["flags"])
