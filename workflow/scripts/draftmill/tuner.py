@@ -368,7 +368,9 @@ class _Load:
         engine = engines.load(self._server.engine)
         samples: list[Sample] = []
         began = time.monotonic()
-        threads = [threading.Thread(target=self._ask_until_stopped, daemon=True) for _ in range(self._at_once)]
+        threads = [
+            threading.Thread(target=self._ask_until_stopped, daemon=True) for _ in range(self._at_once)
+        ]
         for thread in threads:
             thread.start()
         steady_from: float | None = None
