@@ -33,8 +33,8 @@ $(VENV)/dev.stamp: requirements-dev.lock $(VENV)/run.stamp
 	@$(PIP) -r requirements-dev.lock
 	@touch $@
 
-# Compiled once, here: an allocation starts a dozen Python processes, which on many nodes at once, or where Python may
-# not keep what it compiles (PYTHONDONTWRITEBYTECODE), would each compile every module anew. A package may hold files
+# Compiled once, here: an allocation starts half a dozen Python processes, which on many nodes at once, or where Python
+# may not keep what it compiles (PYTHONDONTWRITEBYTECODE), would each compile every module anew. A package may hold files
 # that no Python can compile.
 $(VENV)/slurm.stamp: requirements-slurm.lock $(VENV)/run.stamp
 	@$(PIP) -r requirements-slurm.lock

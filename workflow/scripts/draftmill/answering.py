@@ -110,7 +110,7 @@ def _unfinished(shard: Shard, rows: list[Row], journal: Journal) -> tuple[list[R
 
 def _tune_first(config: settings.Config, results: Path, model_identity: str) -> bool:
     """With ``auto`` among the server's flags: one job of the run measures, the others wait for what it finds.
-    Returns whether it has measured.
+    Returns whether answers may have come of it.
 
     Never in a Slurm allocation: others would measure too, each with the turns that the first has asked or will ask.
     """
