@@ -5,13 +5,19 @@ SHELL := /bin/bash
 MAKEFLAGS += --no-print-directory
 
 VENV := .venv
-# the locks are complete, so nothing is left to resolve
-PIP := python -m pip install -qq --disable-pip-version-check --no-deps --no-compile
+# The locks are complete, so nothing is left to resolve. Everything is compiled once, here, on all cores: every job is a
+# Python process, and where Python may not keep what it compiles (PYTHONDONTWRITEBYTECODE, many nodes at once) each would
+# compile every module anew, 4 s for Snakemake alone. A package may hold files that no Python can compile.
+define install
+  @python -m pip install -qq --disable-pip-version-check --no-deps --no-compile $(1)
+  @python -m compileall -qq -j 0 $(VENV)/lib workflow/scripts || true
+  @touch $@
+endef
 # the commands see the environment as if it were active
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 SNAKEFILES = $(wildcard Snakefile workflow/rules/*.smk)
 
-.PHONY: help setup demo test test-sglang test-slurm chaos bench bench-merge status resume report lint format \
+.PHONY: help setup setup-slurm demo test test-sglang test-slurm chaos bench bench-merge status resume report lint format \
   format-check types docs lock clean
 
 help: ## this list
@@ -26,20 +32,13 @@ $(VENV)/bin/python:
 	echo "make: no Python 3.11, 3.12 or 3.13 with venv was found; install one (Debian: python3 and python3-venv), or name it: make PYTHON=/path/to/python $(MAKECMDGOALS)" >&2; exit 1
 
 $(VENV)/run.stamp: requirements.lock requirements-data.lock pyproject.toml | $(VENV)/bin/python
-	@$(PIP) -r requirements.lock -r requirements-data.lock -e .
-	@touch $@
+	$(call install,-r requirements.lock -r requirements-data.lock -e .)
 
 $(VENV)/dev.stamp: requirements-dev.lock $(VENV)/run.stamp
-	@$(PIP) -r requirements-dev.lock
-	@touch $@
+	$(call install,-r requirements-dev.lock)
 
-# Compiled once, here: an allocation starts half a dozen Python processes, which on many nodes at once, or where Python
-# may not keep what it compiles (PYTHONDONTWRITEBYTECODE), would each compile every module anew. A package may hold files
-# that no Python can compile.
 $(VENV)/slurm.stamp: requirements-slurm.lock $(VENV)/run.stamp
-	@$(PIP) -r requirements-slurm.lock
-	@python -m compileall -qq -j 0 $(VENV)/lib workflow/scripts || true
-	@touch $@
+	$(call install,-r requirements-slurm.lock)
 
 setup-slurm: $(VENV)/slurm.stamp ## setup, and what a Slurm cluster needs besides
 
