@@ -47,7 +47,7 @@ STEADY_S, BUSY_S = 120, 40
 END_S = 10  # after so long nothing of a run may be left
 START_S = 420  # cold kernels included
 LOADING_S = 30  # in the middle of a server's start
-ALONE_S = 280
+ALONE_S = 400  # three settings
 BUSY = """
 import time, torch
 a = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
