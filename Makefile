@@ -25,13 +25,14 @@ help: ## this list
 
 setup: $(VENV)/run.stamp ## the environment that runs the workflow, in .venv
 
-$(VENV)/bin/python:
+$(VENV)/made.stamp: # what a broken try has left is made anew
+	@test -e $(VENV)/run.stamp || rm -rf $(VENV)
 	@for p in $(PYTHON) python3 python3.13 python3.12 python3.11; do \
 	  if "$$p" -c 'import sys, venv; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' 2>/dev/null; then \
-	    echo "make: setting up $(VENV), once"; "$$p" -m venv $(VENV); exit; fi; done; \
+	    echo "make: setting up $(VENV), once"; "$$p" -m venv $(VENV); touch $@; exit; fi; done; \
 	echo "make: no Python 3.11, 3.12 or 3.13 with venv was found; install one (Debian: python3 and python3-venv), or name it: make PYTHON=/path/to/python $(MAKECMDGOALS)" >&2; exit 1
 
-$(VENV)/run.stamp: requirements.lock requirements-data.lock pyproject.toml | $(VENV)/bin/python
+$(VENV)/run.stamp: requirements.lock requirements-data.lock pyproject.toml | $(VENV)/made.stamp
 	$(call install,-r requirements.lock -r requirements-data.lock -e .)
 
 $(VENV)/dev.stamp: requirements-dev.lock $(VENV)/run.stamp
@@ -93,7 +94,7 @@ types: $(VENV)/dev.stamp ## mypy --strict
 docs: $(VENV)/dev.stamp ## config.yaml and docs/configuration.md from the schema
 	@python -m draftmill.config_docs
 
-lock: $(VENV)/bin/python ## all lock and env files from requirements*.in
+lock: $(VENV)/made.stamp ## all lock and env files from requirements*.in
 	@python -m pip install -qq --disable-pip-version-check uv
 	@bash envs/lock.sh
 
