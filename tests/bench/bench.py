@@ -88,10 +88,9 @@ CASES = (
         policies=POLICIES[:1],
     ),
     Case(
-        "short answers, 1,024 in flight",
-        shards=1,
+        "one server, short answers, 1,024 in flight",
+        shards=2,
         servers=1,
-        turns_per_slot=20,
         slots=1024,
         scale=20,
         lengths={"median": 24, "mean": 30, "cap": 60},
