@@ -54,7 +54,8 @@ POLICIES = ("draftmill", "pinned", "round_robin")
 
 @dataclass(frozen=True)
 class Case:
-    """One piece of work on one fleet. `judged`: whether it has to reach the figures of the issue."""
+    """One piece of work on one fleet. `scale` is of the workflow's own run: starts of processes and the rendering of
+    chains take our time, not the servers'."""
 
     name: str
     shards: int
@@ -63,12 +64,9 @@ class Case:
     turns_per_slot: int = 40
     slow: bool = False
     dying: bool = False
-    judged: bool = True
     lengths: dict[str, float] = field(default_factory=lambda: {"median": 1800, "mean": 3000, "cap": 8192})
     slots: int | None = None
-    scale: float | None = (
-        None  # of the workflow's own run: shards start processes and chains take work, all in our time
-    )
+    scale: float | None = None
     policies: tuple[str, ...] = POLICIES
 
 
@@ -83,7 +81,6 @@ CASES = (
         "four servers, 80 shards (2 capacities each)",
         shards=80,
         servers=4,
-        judged=False,
         scale=30,
         policies=POLICIES[:1],
     ),

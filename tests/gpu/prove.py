@@ -189,15 +189,11 @@ def _marked(folder: Path) -> Iterator[str]:
 
 
 def prepare(folder: Path, top: Path, answers: dict[str, int], limit: int = PROMPTS, **operation: Any) -> Path:
-    """Writes the prompts and the config once, and takes over what was tuned in ``top``. Lengths are geometric: random
-    weights draw every token about equally often, so each of 500 stop tokens among 248,320 ends an answer by chance."""
-    (folder / "results").mkdir(parents=True, exist_ok=True)
-    if folder != top:
-        if not (top / "results" / "tuning" / "winner.json").exists():
-            raise SystemExit("no flags are tuned yet: run the step tune first")
-        shutil.copytree(top / "results" / "tuning", folder / "results" / "tuning", dirs_exist_ok=True)
+    """Writes the prompts and the config once. Lengths are geometric: random weights draw every token about equally
+    often, so each of 500 stop tokens among 248,320 ends an answer by chance."""
     if (folder / "config.yaml").exists():
         return folder
+    folder.mkdir(exist_ok=True)
     make = [sys.executable, str(Path(__file__).with_name("make_prompts.py"))]
     subprocess.run([*make, str(folder / "prompts.jsonl"), str(limit)], check=True)
     config = yaml.safe_load(Path(__file__).with_name("config.yaml").read_text())
@@ -206,6 +202,14 @@ def prepare(folder: Path, top: Path, answers: dict[str, int], limit: int = PROMP
     config["sampling"] |= {"stop_token_ids": stops, "max_tokens": answers["max_tokens"]}
     config["operation"] |= operation
     (folder / "config.yaml").write_text(yaml.safe_dump(config))
+    return folder
+
+
+def tuned(folder: Path, top: Path) -> Path:
+    """The folder, with what was tuned in ``top``."""
+    if not (top / "results" / "tuning" / "winner.json").exists():
+        raise SystemExit("no flags are tuned yet: run the step tune first")
+    shutil.copytree(top / "results" / "tuning", folder / "results" / "tuning", dirs_exist_ok=True)
     return folder
 
 
@@ -247,13 +251,12 @@ def step(name: str, top: Path) -> dict[str, Any]:
     if name == "tune":
         return tune(prepare(top, top, SHORT), len(everything), None, 560)
     if name == "alone":
-        folder = top / "alone"
-        prepare(folder, top, SHORT, tune={"budget_s": ALONE_S})
+        folder = prepare(top / "alone", top, SHORT, tune={"budget_s": ALONE_S})
         shutil.rmtree(folder / "results" / "tuning", ignore_errors=True)
         return tune(folder, 1, everything[0], 2 * ALONE_S)
     if name == "fleet":
         backwards = ",".join(str(i) for i in reversed(range(len(everything))))
-        run = Run(prepare(top / "long", top, LONG), "all", gpu=len(everything), visible=backwards)
+        run = Run(tuned(prepare(top / "long", top, LONG), top), "all", gpu=len(everything), visible=backwards)
         run.until_full(len(everything))
         time.sleep(SETTLE_S)
         undisturbed = run.rates(STEADY_S)
@@ -272,13 +275,13 @@ def step(name: str, top: Path) -> dict[str, Any]:
         }
     if name == "single":
         beginning = everything[-1][:12]
-        run = Run(prepare(top / "long", top, LONG), "all", gpu=1, visible=beginning)
+        run = Run(tuned(prepare(top / "long", top, LONG), top), "all", gpu=1, visible=beginning)
         run.until_full(1)
         time.sleep(SETTLE_S)
         rates = run.rates(STEADY_S)
         return {"visible": beginning, "rates": rates, "Ctrl-C": run.end(run.signal_group(signal.SIGINT))}
     if name == "early":
-        run = Run(prepare(top / "long", top, LONG), "all", gpu=len(everything))
+        run = Run(tuned(prepare(top / "long", top, LONG), top), "all", gpu=len(everything))
         time.sleep(LOADING_S)
         states = {slot: state["state"] for slot, state in run.states().items()}
         memory = memory_used()
@@ -286,6 +289,8 @@ def step(name: str, top: Path) -> dict[str, Any]:
     if name in ("pair", "whole"):
         gpu = 2 if name == "pair" else 1
         folder = prepare(top / name, top, SHORT, limit=FEW_PROMPTS[name], gpus_per_server=gpu)
+        if name == "whole":
+            tuned(folder, top)
         return to_the_end(Run(folder, "all", gpu=gpu, visible=",".join(everything[:gpu])))
     raise SystemExit(f"there is no step {name}; see --help")
 

@@ -114,7 +114,7 @@ def _tune_first(config: settings.Config, results: Path, model_identity: str) -> 
 
     Never in a Slurm allocation: others would measure too, each with the turns that the first has asked or will ask.
     """
-    if config["operation"]["engine"] == "attach" or not settings.server_flags(config).tuned:
+    if not serving.tunes(config):
         return False
     hardware = slots(config["operation"])[0].hardware
     found = functools.partial(tuning.adopted_flags, config, results, hardware, model_identity)

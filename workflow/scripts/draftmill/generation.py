@@ -191,9 +191,12 @@ class Shard:
     def _answered(self, turn: Turn, lookup: Lookup) -> tuple[Turn, dict[str, Any] | None]:
         """The turn with its record; where the policy asks for it, the longer second try with its own."""
         record = lookup(turn.key)
-        if record is None or record["outcome"] != "answered" or record["finish_reason"] != "length":
-            return turn, record
-        if turn.longer:
+        if (
+            record is None
+            or record["outcome"] != "answered"
+            or record["finish_reason"] != "length"
+            or turn.longer
+        ):
             return turn, record
         if not wants_longer(findings(self.read(turn, record), self._policy)):
             return turn, record

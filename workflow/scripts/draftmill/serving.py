@@ -75,10 +75,15 @@ def server_spec(
     )
 
 
+def tunes(config: settings.Config) -> bool:
+    """Whether ``auto`` stands among the flags of servers that are ours to start."""
+    return config["operation"]["engine"] != "attach" and settings.server_flags(config).tuned
+
+
 def untuned(config: settings.Config, results: Path) -> bool:
     """Whether ``auto`` among the server's flags stands for nothing yet: nothing was measured for the flags as asked and
     this model, on whatever hardware."""
-    if config["operation"]["engine"] == "attach" or not settings.server_flags(config).tuned:
+    if not tunes(config):
         return False
     folder = results / "model"
     if not (folder / "model.json").exists():

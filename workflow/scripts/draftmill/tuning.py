@@ -200,7 +200,8 @@ def adopted_flags(
     config: settings.Config, results: Path, hardware: str | None, model_identity: str
 ) -> tuple[str, ...] | None:
     """The tuned flags that stand in for the configured ones; None where nothing was tuned for those flags,
-    this hardware of a slot (None: any) and this model. Another version of the engine keeps them: tune again after a change of it."""
+    this hardware of a slot (None: any) and this model. Another version of the engine keeps them: tune again after
+    a change of it."""
     path = results / FOLDER / "winner.json"
     if not path.exists():
         return None
