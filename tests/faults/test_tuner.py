@@ -35,7 +35,7 @@ HYBRID = {
     "slots_without_radix": 248,
     "state_slots": 248,
     "slots_per_request": 4,
-    "start_s": 1.0,
+    "start_s": 3.0,
     "lengths": {"median": 250, "mean": 350, "cap": 700, "min": 20},
 }
 PATIENCE_S = 400.0
@@ -75,6 +75,25 @@ def measurements(run: Run) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines if line]
 
 
+def running_beside_starts(run: Run, until: float) -> list[int]:
+    """Requests that ran on the other servers while one started, by all their samples until a time (unix s)."""
+    samples = [
+        {"server": path.name} | json.loads(line)
+        for path in run.results.glob("fleet/*/*.telemetry.jsonl")
+        for line in path.read_text().splitlines()[1:]
+    ]
+    starts: dict[tuple[str, int], list[float]] = {}
+    for one in samples:
+        if one["state"] == "starting" and one["t"] < until:
+            starts.setdefault((one["server"], one["epoch"]), []).append(one["t"])
+    return [
+        one["running"] or 0
+        for (server, _), times in starts.items()
+        for one in samples
+        if one["server"] != server and min(times) < one["t"] < max(times)
+    ]
+
+
 def test_a_run_with_auto_measures_on_its_own_first_turns_and_goes_on_with_what_was_best(run: Run) -> None:
     assert run.finish("results/merged.parquet", timeout_s=PATIENCE_S, leases=2) == 0, run.log().read_text()[
         -3000:
@@ -89,6 +108,9 @@ def test_a_run_with_auto_measures_on_its_own_first_turns_and_goes_on_with_what_w
     assert "49 running of at most 49" in asked["evidence"]
     assert asked["expected_capacity"] == pytest.approx(49, abs=1)
     assert len(by_name) == len(measurements(run)) >= 2, "a setting was measured twice"
+    # a start would have slowed the measurement beside it
+    running = running_beside_starts(run, until=(run.results / "tuning" / "winner.json").stat().st_mtime)
+    assert running and not any(running)
     # the servers of the run itself use it
     states = [json.loads(path.read_text()) for path in run.results.glob("fleet/*/*.json")]
     assert any("--disable-radix-cache" in state["flags"] and state["trial"] is None for state in states)

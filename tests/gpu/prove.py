@@ -46,8 +46,8 @@ SETTLE_S = 90  # from full servers until answers of all ages are in them
 STEADY_S, BUSY_S = 120, 40
 END_S = 10  # after so long nothing of a run may be left
 START_S = 420  # cold kernels included
+TUNE_S = 700
 LOADING_S = 30  # in the middle of a server's start
-ALONE_S = 400  # three settings
 BUSY = """
 import time, torch
 a = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
@@ -249,11 +249,9 @@ def step(name: str, top: Path) -> dict[str, Any]:
     """Runs one step and returns what it measured."""
     everything = gpus()
     if name == "tune":
-        return tune(prepare(top, top, SHORT), len(everything), None, 560)
+        return tune(prepare(top, top, SHORT), len(everything), None, TUNE_S)
     if name == "alone":
-        folder = prepare(top / "alone", top, SHORT, tune={"budget_s": ALONE_S})
-        shutil.rmtree(folder / "results" / "tuning", ignore_errors=True)
-        return tune(folder, 1, everything[0], 2 * ALONE_S)
+        return tune(prepare(top / "alone", top, SHORT), 1, everything[0], TUNE_S)
     if name == "fleet":
         backwards = ",".join(str(i) for i in reversed(range(len(everything))))
         run = Run(tuned(prepare(top / "long", top, LONG), top), "all", gpu=len(everything), visible=backwards)

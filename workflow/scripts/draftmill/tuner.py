@@ -1,7 +1,8 @@
 """Measures server settings on the run's own first turns, one setting a slot at a time, and adopts the best.
 
-Every answer goes to the journal like any other, so that measuring generates nothing twice. Which settings
-to try and when a measurement is good enough is tuning.py's judgement.
+Every answer goes to the journal like any other, so that measuring generates nothing twice. No server starts
+while a rate is taken, so that settings side by side are as fast as one after the other. Which settings to try
+and when a measurement is good enough is tuning.py's judgement.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ log = logging.getLogger("tune")
 
 RAMP_S = 120.0  # at most this long until as many turns run as will
 DRAIN_S = 60.0  # turns in flight may take so long to finish before the next setting starts
+SLOW_START_S = 300.0  # servers that take longer to start are not waited for by those beside them
 MOST_CANDIDATES = 12
 
 
@@ -120,6 +122,7 @@ class _Tuner:
         self._circumstances: tuning.Circumstances | None = None
         self._known = bottleneck.UNKNOWN_ENGINE
         self._planned = threading.Event()
+        self._phases = _Phases()
         self._faults: list[Exception] = []
 
     def run(self) -> tuning.Decision:
@@ -177,13 +180,8 @@ class _Tuner:
         """Measures one setting after the other on one slot."""
         try:
             with _Bench(self._fleet, slot, self._prompts["turns"]) as bench:
-                while (setting := self._next(bench)) is not None:
-                    measurement = self._measure(bench, setting)
-                    log.info(
-                        "%s: %s %.0f tok/s (± %.0f) %s",
-                        setting.name, measurement.outcome, measurement.tok_s, measurement.error, measurement.detail,
-                    )  # fmt: skip
-                    tuning.keep(self._results, measurement)
+                while self._measure_next(bench):
+                    pass
         except Exception as fault:  # noqa: BLE001  raised again by run
             self._faults.append(fault)
         finally:
@@ -265,16 +263,36 @@ class _Tuner:
                 self._numerics[name] = _Numerics(_Feed(shard, self._journal, self._shards), asker)
             return self._numerics[name]
 
-    def _measure(self, bench: _Bench, setting: Setting) -> Measurement:
-        assert self._circumstances is not None, "the first setting's server has told them"
-        measurement = Measurement(
-            setting.name, setting.flags, setting.model, "failed", self._circumstances,
-            expected_gain=setting.expected_gain, expected_capacity=setting.expected_capacity, measured_at=time.time(),
+    def _measure_next(self, bench: _Bench) -> bool:
+        """Measures one more setting; False when none is left, or no time."""
+        with self._phases.starting():
+            setting = self._next(bench)
+            if setting is None:
+                return False
+            assert self._circumstances is not None, "the first setting's server has told them"
+            measurement = Measurement(
+                setting.name, setting.flags, setting.model, "failed", self._circumstances,
+                expected_gain=setting.expected_gain, expected_capacity=setting.expected_capacity, measured_at=time.time(),
+            )  # fmt: skip
+            try:
+                facts = bench.start(setting, self._config["operation"]["server"]["start_timeout_s"])
+            except _StartFailed as fault:
+                self._keep(replace(measurement, detail=str(fault)))
+                return True
+        with self._phases.measuring():
+            self._keep(self._measure(bench, setting, facts, measurement))
+        return True
+
+    def _keep(self, measurement: Measurement) -> None:
+        log.info(
+            "%s: %s %.0f tok/s (± %.0f) %s",
+            measurement.name, measurement.outcome, measurement.tok_s, measurement.error, measurement.detail,
         )  # fmt: skip
-        try:
-            facts = bench.start(setting, self._config["operation"]["server"]["start_timeout_s"])
-        except _StartFailed as fault:
-            return replace(measurement, detail=str(fault))
+        tuning.keep(self._results, measurement)
+
+    def _measure(
+        self, bench: _Bench, setting: Setting, facts: dict[str, Any], measurement: Measurement
+    ) -> Measurement:
         with self._lock:
             done = tuning.read_measurements(self._results, self._circumstances)
         best = max((m.tok_s for m in done if m.outcome == "measured"), default=0.0)
@@ -286,6 +304,41 @@ class _Tuner:
         )
         load = _Load(self._turns(setting), bench.server(facts), at_once, bench.turns, engine)
         return load.measure(measurement, facts["capacity"], best, bench.key)
+
+
+class _Phases:
+    """Keeps starts and measurements apart: a server that loads slows the prefills of those beside it by a third
+    (docs/benchmarks.md). Whoever comes later waits. Safe to call from threads."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._starting = self._measuring = 0
+
+    @contextlib.contextmanager
+    def starting(self) -> Iterator[None]:
+        """Begins when no rate is taken."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._measuring)
+            self._starting += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._starting -= 1
+                self._changed.notify_all()
+
+    @contextlib.contextmanager
+    def measuring(self) -> Iterator[None]:
+        """Begins when no server starts, or when one has been at it for ``SLOW_START_S``."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._starting, SLOW_START_S)
+            self._measuring += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._measuring -= 1
+                self._changed.notify_all()
 
 
 class _StartFailed(UserError):
