@@ -136,7 +136,10 @@ class _Tuner:
                 alike[0].hardware, len(alike), len(all_slots),
             )  # fmt: skip
         with self._leases(len(all_slots)):
-            workers = [threading.Thread(target=self._work, args=(slot,), name=slot.name) for slot in alike]
+            workers = [  # daemons: Ctrl-C waits for none
+                threading.Thread(target=self._work, args=(slot,), name=slot.name, daemon=True)
+                for slot in alike
+            ]
             for worker in workers:
                 worker.start()
             for worker in workers:
