@@ -43,7 +43,7 @@ from draftmill.tuning import Measurement, Setting
 
 log = logging.getLogger("tune")
 
-RAMP_S = 120.0  # at most this long until as many turns run as will
+RAMP_S = 120.0  # at most this long until as many turns run as will, of all ages
 DRAIN_S = 60.0  # turns in flight may take so long to finish before the next setting starts
 SLOW_START_S = 300.0  # servers that take longer to start are not waited for by those beside them
 MOST_CANDIDATES = 12
@@ -452,11 +452,12 @@ class _Load:
         return self._result(measurement, outcome, samples, steady_from, capacity_)
 
     def _settled(self, samples: list[Sample], capacity_: int, elapsed_s: float) -> bool:
-        """Whether as many turns run as will: at the cap, or no more than some seconds ago."""
+        """Whether as many turns run as will (at the cap, or no more than some seconds ago), of all ages: they began
+        together, and until as many have ended the server prefills too little, or compiles kernels for new shapes."""
         running = [s.running or 0 for s in samples]
-        if running[-1] >= 0.95 * min(capacity_, self._at_once) or elapsed_s > RAMP_S:
-            return True
-        return len(running) > 15 and running[-1] > 0 and running[-1] <= running[-11]
+        full = running[-1] >= 0.95 * min(capacity_, self._at_once)
+        full = full or (len(running) > 15 and 0 < running[-1] <= running[-11])
+        return elapsed_s > RAMP_S or (full and self._answers >= running[-1])
 
     def _ask_until_stopped(self) -> None:
         try:
