@@ -75,22 +75,13 @@ def measurements(run: Run) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines if line]
 
 
-def running_beside_starts(run: Run, until: float) -> list[int]:
-    """Requests that ran on the other servers while one started, by all their samples until a time (unix s)."""
-    samples = [
-        {"server": path.name} | json.loads(line)
-        for path in run.results.glob("fleet/*/*.telemetry.jsonl")
-        for line in path.read_text().splitlines()[1:]
-    ]
-    starts: dict[tuple[str, int], list[float]] = {}
-    for one in samples:
-        if one["state"] == "starting" and one["t"] < until:
-            starts.setdefault((one["server"], one["epoch"]), []).append(one["t"])
+def starts(run: Run) -> list[float]:
+    """When a server was found starting (unix s), of all servers."""
     return [
-        one["running"] or 0
-        for (server, _), times in starts.items()
-        for one in samples
-        if one["server"] != server and min(times) < one["t"] < max(times)
+        sample["t"]
+        for path in run.results.glob("fleet/*/*.telemetry.jsonl")
+        for sample in map(json.loads, path.read_text().splitlines()[1:])
+        if sample["state"] == "starting"
     ]
 
 
@@ -108,9 +99,10 @@ def test_a_run_with_auto_measures_on_its_own_first_turns_and_goes_on_with_what_w
     assert "49 running of at most 49" in asked["evidence"]
     assert asked["expected_capacity"] == pytest.approx(49, abs=1)
     assert len(by_name) == len(measurements(run)) >= 2, "a setting was measured twice"
-    # a start would have slowed the measurement beside it
-    running = running_beside_starts(run, until=(run.results / "tuning" / "winner.json").stat().st_mtime)
-    assert running and not any(running)
+    # both GPUs' rates were taken at the same time, and no server started meanwhile
+    windows = [(one["measured_at"] - one["seconds"], one["measured_at"]) for one in measurements(run)[:2]]
+    assert abs(windows[0][0] - windows[1][0]) < 3
+    assert starts(run) and not any(begin < t < end for begin, end in windows for t in starts(run))
     # the servers of the run itself use it
     states = [json.loads(path.read_text()) for path in run.results.glob("fleet/*/*.json")]
     assert any("--disable-radix-cache" in state["flags"] and state["trial"] is None for state in states)

@@ -1,8 +1,8 @@
 """Measures server settings on the run's own first turns, one setting a slot at a time, and adopts the best.
 
-Every answer goes to the journal like any other, so that measuring generates nothing twice. No server starts
-while a rate is taken, so that settings side by side are as fast as one after the other. Which settings to try
-and when a measurement is good enough is tuning.py's judgement.
+Every answer goes to the journal like any other, so that measuring generates nothing twice. Rates are taken on all
+servers at the same time, while each is under full load, as in the run itself. Which settings to try and when a
+measurement is good enough is tuning.py's judgement.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ log = logging.getLogger("tune")
 
 RAMP_S = 120.0  # at most this long until as many turns run as will, of all ages
 DRAIN_S = 60.0  # turns in flight may take so long to finish before the next setting starts
-SLOW_START_S = 300.0  # servers that take longer to start are not waited for by those beside them
+PATIENCE_S = 300.0  # servers that take longer to start and to fill are not waited for by those beside them
 MOST_CANDIDATES = 12
 
 
@@ -122,7 +122,7 @@ class _Tuner:
         self._circumstances: tuning.Circumstances | None = None
         self._known = bottleneck.UNKNOWN_ENGINE
         self._planned = threading.Event()
-        self._phases = _Phases()
+        self._beat = _Beat()
         self._faults: list[Exception] = []
 
     def run(self) -> tuning.Decision:
@@ -268,22 +268,22 @@ class _Tuner:
 
     def _measure_next(self, bench: _Bench) -> bool:
         """Measures one more setting; False when none is left, or no time."""
-        with self._phases.starting():
+        with self._beat.part(bench.slot.name):
             setting = self._next(bench)
             if setting is None:
                 return False
             assert self._circumstances is not None, "the first setting's server has told them"
             measurement = Measurement(
                 setting.name, setting.flags, setting.model, "failed", self._circumstances,
-                expected_gain=setting.expected_gain, expected_capacity=setting.expected_capacity, measured_at=time.time(),
+                expected_gain=setting.expected_gain, expected_capacity=setting.expected_capacity,
             )  # fmt: skip
             try:
                 facts = bench.start(setting, self._config["operation"]["server"]["start_timeout_s"])
             except _StartFailed as fault:
-                self._keep(replace(measurement, detail=str(fault)))
-                return True
-        with self._phases.measuring():
-            self._keep(self._measure(bench, setting, facts, measurement))
+                measurement = replace(measurement, detail=str(fault), measured_at=time.time())
+            else:
+                measurement = self._measure(bench, setting, facts, measurement)
+            self._keep(measurement)
         return True
 
     def _keep(self, measurement: Measurement) -> None:
@@ -306,42 +306,51 @@ class _Tuner:
             self._config["operation"]["client"]["concurrency"] or facts["capacity"] + facts["queue_depth"]
         )
         load = _Load(self._turns(setting), bench.server(facts), at_once, bench.turns, engine)
-        return load.measure(measurement, facts["capacity"], best, bench.key)
+        return load.measure(measurement, facts["capacity"], best, bench, self._beat)
 
 
-class _Phases:
-    """Keeps starts and measurements apart: a server that loads slows the prefills of those beside it by a third
-    (docs/benchmarks.md). Whoever comes later waits. Safe to call from threads."""
+class _Beat:
+    """Makes the servers of a host take their rates at the same time: one that starts, fills or stands idle would
+    change the prefills of those beside it, by a third and more (docs/benchmarks.md). Safe to call from threads."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._starting = self._measuring = 0
+        self._filling: set[str] = set()  # slots whose server starts, or does not run as many turns as it will
+        self._measuring: set[str] = set()
 
     @contextlib.contextmanager
-    def starting(self) -> Iterator[None]:
-        """Begins when no rate is taken."""
+    def part(self, slot: str) -> Iterator[None]:
+        """Around a setting on a slot, from the start of its server; begins when no rate is taken."""
         with self._changed:
             self._changed.wait_for(lambda: not self._measuring)
-            self._starting += 1
+            self._filling.add(slot)
         try:
             yield
         finally:
             with self._changed:
-                self._starting -= 1
+                self._filling.discard(slot)
+                self._measuring.discard(slot)
                 self._changed.notify_all()
 
-    @contextlib.contextmanager
-    def measuring(self) -> Iterator[None]:
-        """Begins when no server starts, or when one has been at it for ``SLOW_START_S``."""
+    def full(self, slot: str) -> None:
+        """The slot's server runs as many turns as it will."""
         with self._changed:
-            self._changed.wait_for(lambda: not self._starting, SLOW_START_S)
-            self._measuring += 1
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._measuring -= 1
-                self._changed.notify_all()
+            self._filling.discard(slot)
+
+    def measure(self, slot: str, waited_s: float) -> bool:
+        """Whether a slot that is full, and has been for so long, may take its rate."""
+        with self._changed:
+            if self._filling and waited_s < PATIENCE_S:
+                return False
+            self._measuring.add(slot)
+            return True
+
+    def measured(self, slot: str) -> None:
+        """The slot has its rate; returns when the others have theirs, until when its load must go on."""
+        with self._changed:
+            self._measuring.discard(slot)
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: not self._measuring)
 
 
 class _StartFailed(UserError):
@@ -420,7 +429,9 @@ class _Load:
         self._fault: Exception | None = None  # of the server, since its last answer
         self._raised: Exception | None = None  # what no other server would do better
 
-    def measure(self, measurement: Measurement, capacity_: int, best: float, key: str) -> Measurement:
+    def measure(
+        self, measurement: Measurement, capacity_: int, best: float, bench: _Bench, beat: _Beat
+    ) -> Measurement:
         engine = engines.load(self._server.engine)
         samples: list[Sample] = []
         began = time.monotonic()
@@ -429,20 +440,31 @@ class _Load:
         ]
         for thread in threads:
             thread.start()
+        full_at: float | None = None
         steady_from: float | None = None
         outcome = None
         while outcome is None and any(thread.is_alive() for thread in threads):
             time.sleep(1)
             try:
-                page = engine.metrics(self._server.address, key)
+                page = engine.metrics(self._server.address, bench.key)
             except requests.RequestException:
                 continue
             sample = replace(parse_prometheus(page, time.time()), capacity=capacity_, wanted=self._wanted)
             samples.append(sample)
-            if steady_from is None and self._settled(samples, capacity_, time.monotonic() - began):
+            if full_at is None and self._full(samples, capacity_, time.monotonic() - began):
+                full_at = sample.t
+                beat.full(bench.slot.name)
+            if (
+                full_at is not None
+                and steady_from is None
+                and beat.measure(bench.slot.name, sample.t - full_at)
+            ):
                 steady_from = sample.t
             if steady_from is not None:
                 outcome = tuning.enough(_rates(samples, steady_from), best)
+        if steady_from is None:  # the turns ran out before the servers beside it were full
+            steady_from = full_at
+        beat.measured(bench.slot.name)
         self._stop.set()
         deadline = time.monotonic() + DRAIN_S
         while any(thread.is_alive() for thread in threads) and time.monotonic() < deadline:
@@ -451,13 +473,13 @@ class _Load:
             raise self._raised
         return self._result(measurement, outcome, samples, steady_from, capacity_)
 
-    def _settled(self, samples: list[Sample], capacity_: int, elapsed_s: float) -> bool:
+    def _full(self, samples: list[Sample], capacity_: int, elapsed_s: float) -> bool:
         """Whether as many turns run as will (at the cap, or no more than some seconds ago), of all ages: they began
         together, and until as many have ended the server prefills too little, or compiles kernels for new shapes."""
         running = [s.running or 0 for s in samples]
-        full = running[-1] >= 0.95 * min(capacity_, self._at_once)
-        full = full or (len(running) > 15 and 0 < running[-1] <= running[-11])
-        return elapsed_s > RAMP_S or (full and self._answers >= running[-1])
+        most = running[-1] >= 0.95 * min(capacity_, self._at_once)
+        most = most or (len(running) > 15 and 0 < running[-1] <= running[-11])
+        return elapsed_s > RAMP_S or (most and self._answers >= running[-1])
 
     def _ask_until_stopped(self) -> None:
         try:
@@ -506,7 +528,7 @@ class _Load:
                 if self._fault
                 else "too few turns are left to measure with"
             )
-            return replace(measurement, detail=why, capacity=capacity_)
+            return replace(measurement, detail=why, capacity=capacity_, measured_at=time.time())
         mean, error = tuning.mean_and_error(rates)
         diagnosis = bottleneck.diagnose(steady, self._known)
         return replace(
@@ -515,6 +537,7 @@ class _Load:
             tok_s=mean,
             error=error,
             seconds=steady[-1].t - steady[0].t,
+            measured_at=steady[-1].t,
             running=sum(s.running or 0 for s in steady) / len(steady),
             capacity=capacity_,
             answers=self._answers,

@@ -68,7 +68,7 @@ class Measurement:
     expected_gain: float = 1.0
     expected_capacity: int = 0
     detail: str = ""
-    measured_at: float = 0.0
+    measured_at: float = 0.0  # its end, unix s
 
     def of(self, setting: Setting) -> bool:
         return self.flags == setting.flags and self.model == setting.model
