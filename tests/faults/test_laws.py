@@ -392,6 +392,8 @@ def test_nothing_survives(make: Make, end: str) -> None:
         process.send_signal(chaos.SIGNALS[what])
     process.wait(PATIENCE_S)
     assert run.census() == []
+    logs = list((run.results / "logs" / "supervisors").iterdir())
+    assert logs and not any("Traceback" in log.read_text() for log in logs)
     for port in ports:
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

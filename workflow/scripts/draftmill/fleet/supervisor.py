@@ -454,6 +454,8 @@ class Supervisor:
                 self._heed(name, connection, json.loads(line))
         except (ConnectionError, ValueError) as fault:
             log.warning("a connection ended: %s", fault)
+        except asyncio.CancelledError:
+            pass  # the supervisor ends; asyncio would log a cancelled connection as a fault
         finally:
             self.connections.pop(name, None)
             self.permits.clients.pop(name, None)
