@@ -46,7 +46,7 @@ SETTLE_S = 90  # from full servers until answers of all ages are in them
 STEADY_S, BUSY_S = 120, 40
 END_S = 10  # after so long nothing of a run may be left
 START_S = 420  # cold kernels included
-TUNE_S = 700
+TUNE_S = 800
 LOADING_S = 30  # in the middle of a server's start
 BUSY = """
 import time, torch
