@@ -101,7 +101,7 @@ def test_a_run_with_auto_measures_on_its_own_first_turns_and_goes_on_with_what_w
     assert len(by_name) == len(measurements(run)) >= 2, "a setting was measured twice"
     # both GPUs' rates were taken at the same time, and no server started meanwhile
     windows = [(one["measured_at"] - one["seconds"], one["measured_at"]) for one in measurements(run)[:2]]
-    assert abs(windows[0][0] - windows[1][0]) < 3
+    assert abs(windows[0][0] - windows[1][0]) < 5
     assert starts(run) and not any(begin < t < end for begin, end in windows for t in starts(run))
     # the servers of the run itself use it
     states = [json.loads(path.read_text()) for path in run.results.glob("fleet/*/*.json")]
@@ -122,7 +122,7 @@ def test_a_second_tune_goes_on_where_the_first_stopped(run: Run) -> None:
     assert run.finish("tune", timeout_s=PATIENCE_S, leases=2) == 0, run.log().read_text()[-3000:]
     first = measurements(run)
     assert [one["name"] for one in first] == ["as asked"]
-    run.configure(harness.over(run.settings, {"operation": {"tune": {"budget_s": 5}}}))
+    run.configure(harness.over(run.settings, {"operation": {"tune": {"budget_s": 15}}}))
     assert run.finish("tune", timeout_s=PATIENCE_S, leases=2) == 0, run.log().read_text()[-3000:]
     second = measurements(run)
     assert second[:1] == first and len(second) > 1

@@ -1,6 +1,7 @@
 """The tuner's judgement, on made-up measurements."""
 
 import json
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -259,3 +260,38 @@ def test_a_slurm_allocation_does_not_measure_by_itself(
     assert answering._tune_first(config_with("auto"), tmp_path, HERE.model) is False
     assert list(tmp_path.iterdir()) == []
     assert "its servers start with the flags as asked" in caplog.text
+
+
+def test_no_rate_is_taken_beside_a_server_that_starts_fills_or_drains() -> None:
+    beat = tuner._Beat()
+    with beat.part("a"), beat.part("b"):
+        assert not beat.measure("a"), "b fills"
+        assert beat.measure("b")
+        assert beat.measure("a")
+        ended = threading.Thread(target=beat.measured, args=("a",), daemon=True)
+        ended.start()
+        ended.join(0.2)
+        assert ended.is_alive(), "a's load goes on: b has no rate yet"
+        beat.measured("b")
+        ended.join(10)
+        assert not ended.is_alive()
+    with beat.part("a"):
+        assert beat.measure("a"), "b is idle"
+
+
+def test_no_server_starts_while_a_rate_is_taken() -> None:
+    beat = tuner._Beat()
+
+    def start() -> None:
+        with beat.part("b"):
+            pass
+
+    with beat.part("a"):
+        assert beat.measure("a")
+        started = threading.Thread(target=start, daemon=True)
+        started.start()
+        started.join(0.2)
+        assert started.is_alive()
+        beat.measured("a")
+        started.join(10)
+        assert not started.is_alive()

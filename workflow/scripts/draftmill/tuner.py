@@ -1,7 +1,7 @@
 """Measures server settings on the run's own first turns, one setting a slot at a time, and adopts the best.
 
-Every answer goes to the journal like any other, so that measuring generates nothing twice. Rates are taken on all
-servers at the same time, while each is under full load, as in the run itself. Which settings to try and when a
+Every answer goes to the journal like any other, so that measuring generates nothing twice. Rates are taken on
+all servers at the same time, under full load, as in the run itself. Which settings to try and when a
 measurement is good enough is tuning.py's judgement.
 """
 
@@ -45,7 +45,7 @@ log = logging.getLogger("tune")
 
 RAMP_S = 120.0  # at most this long until as many turns run as will, of all ages
 DRAIN_S = 60.0  # turns in flight may take so long to finish before the next setting starts
-PATIENCE_S = 300.0  # servers that take longer to start and to fill are not waited for by those beside them
+SILENT_S = 60.0  # a server that shows no metrics for so long has failed
 MOST_CANDIDATES = 12
 
 
@@ -310,12 +310,12 @@ class _Tuner:
 
 
 class _Beat:
-    """Makes the servers of a host take their rates at the same time: one that starts, fills or stands idle would
-    change the prefills of those beside it, by a third and more (docs/benchmarks.md). Safe to call from threads."""
+    """Makes the servers of a host take their rates at the same time: one that starts, fills or drains would change the
+    prefills of those beside it (docs/benchmarks.md). Safe to call from threads."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._filling: set[str] = set()  # slots whose server starts, or does not run as many turns as it will
+        self._disturbing: set[str] = set()  # slots whose server starts, fills or drains
         self._measuring: set[str] = set()
 
     @contextlib.contextmanager
@@ -323,34 +323,32 @@ class _Beat:
         """Around a setting on a slot, from the start of its server; begins when no rate is taken."""
         with self._changed:
             self._changed.wait_for(lambda: not self._measuring)
-            self._filling.add(slot)
+            self._disturbing.add(slot)
         try:
             yield
         finally:
             with self._changed:
-                self._filling.discard(slot)
+                self._disturbing.discard(slot)
                 self._measuring.discard(slot)
                 self._changed.notify_all()
 
-    def full(self, slot: str) -> None:
-        """The slot's server runs as many turns as it will."""
+    def measure(self, slot: str) -> bool:
+        """Whether a slot whose server runs as many turns as it will may take its rate; ask again if not."""
         with self._changed:
-            self._filling.discard(slot)
-
-    def measure(self, slot: str, waited_s: float) -> bool:
-        """Whether a slot that is full, and has been for so long, may take its rate."""
-        with self._changed:
-            if self._filling and waited_s < PATIENCE_S:
+            self._disturbing.discard(slot)
+            if self._disturbing:
                 return False
             self._measuring.add(slot)
             return True
 
     def measured(self, slot: str) -> None:
-        """The slot has its rate; returns when the others have theirs, until when its load must go on."""
+        """The slot has its rate, or will have none; returns when it may drain, until when its load must go on."""
         with self._changed:
+            self._disturbing.discard(slot)
             self._measuring.discard(slot)
             self._changed.notify_all()
             self._changed.wait_for(lambda: not self._measuring)
+            self._disturbing.add(slot)
 
 
 class _StartFailed(UserError):
@@ -434,36 +432,32 @@ class _Load:
     ) -> Measurement:
         engine = engines.load(self._server.engine)
         samples: list[Sample] = []
-        began = time.monotonic()
+        began = shown = time.monotonic()
         threads = [
             threading.Thread(target=self._ask_until_stopped, daemon=True) for _ in range(self._at_once)
         ]
         for thread in threads:
             thread.start()
-        full_at: float | None = None
+        full = False
         steady_from: float | None = None
         outcome = None
         while outcome is None and any(thread.is_alive() for thread in threads):
             time.sleep(1)
             try:
                 page = engine.metrics(self._server.address, bench.key)
-            except requests.RequestException:
-                continue
+            except requests.RequestException as fault:
+                if time.monotonic() - shown < SILENT_S:
+                    continue
+                self._fault = fault
+                break
+            shown = time.monotonic()
             sample = replace(parse_prometheus(page, time.time()), capacity=capacity_, wanted=self._wanted)
             samples.append(sample)
-            if full_at is None and self._full(samples, capacity_, time.monotonic() - began):
-                full_at = sample.t
-                beat.full(bench.slot.name)
-            if (
-                full_at is not None
-                and steady_from is None
-                and beat.measure(bench.slot.name, sample.t - full_at)
-            ):
+            full = full or self._full(samples, capacity_, time.monotonic() - began)
+            if full and steady_from is None and beat.measure(bench.slot.name):
                 steady_from = sample.t
             if steady_from is not None:
                 outcome = tuning.enough(_rates(samples, steady_from), best)
-        if steady_from is None:  # the turns ran out before the servers beside it were full
-            steady_from = full_at
         beat.measured(bench.slot.name)
         self._stop.set()
         deadline = time.monotonic() + DRAIN_S
