@@ -422,6 +422,7 @@ class _Load:
         self._wanted = wanted  # turns of the whole run: more would run if they could
         self._known = known
         self._stop = threading.Event()
+        self._dry = threading.Event()  # no turn is left to ask: from here on fewer and fewer run
         self._lock = threading.Lock()
         self._answers = self._rejected = self._tokens = 0
         self._fault: Exception | None = None  # of the server, since its last answer
@@ -441,8 +442,7 @@ class _Load:
         full = False
         steady_from: float | None = None
         outcome = None
-        while outcome is None and any(thread.is_alive() for thread in threads):
-            time.sleep(1)
+        while outcome is None and any(thread.is_alive() for thread in threads) and not self._dry.wait(1):
             try:
                 page = engine.metrics(self._server.address, bench.key)
             except requests.RequestException as fault:
@@ -487,6 +487,7 @@ class _Load:
         while not self._stop.is_set() and tries < 5:
             turn = self._turns.feed.take()
             if turn is None:
+                self._dry.set()
                 return
             try:
                 walk = self._turns.asker.answer(turn, self._server, 1)
