@@ -102,7 +102,8 @@ def test_a_run_with_auto_measures_on_its_own_first_turns_and_goes_on_with_what_w
     # both GPUs' rates were taken at the same time, and no server started meanwhile
     windows = [(one["measured_at"] - one["seconds"], one["measured_at"]) for one in measurements(run)[:2]]
     assert abs(windows[0][0] - windows[1][0]) < 5
-    assert starts(run) and not any(begin < t < end for begin, end in windows for t in starts(run))
+    started = starts(run)
+    assert started and not any(begin < t < end for begin, end in windows for t in started)
     # the servers of the run itself use it
     states = [json.loads(path.read_text()) for path in run.results.glob("fleet/*/*.json")]
     assert any("--disable-radix-cache" in state["flags"] and state["trial"] is None for state in states)

@@ -283,15 +283,12 @@ class _Tuner:
                 measurement = replace(measurement, detail=str(fault), measured_at=time.time())
             else:
                 measurement = self._measure(bench, setting, facts, measurement)
-            self._keep(measurement)
+            log.info(
+                "%s: %s %.0f tok/s (± %.0f) %s",
+                setting.name, measurement.outcome, measurement.tok_s, measurement.error, measurement.detail,
+            )  # fmt: skip
+            tuning.keep(self._results, measurement)
         return True
-
-    def _keep(self, measurement: Measurement) -> None:
-        log.info(
-            "%s: %s %.0f tok/s (± %.0f) %s",
-            measurement.name, measurement.outcome, measurement.tok_s, measurement.error, measurement.detail,
-        )  # fmt: skip
-        tuning.keep(self._results, measurement)
 
     def _measure(
         self, bench: _Bench, setting: Setting, facts: dict[str, Any], measurement: Measurement
