@@ -128,3 +128,14 @@ def test_a_second_tune_goes_on_where_the_first_stopped(run: Run) -> None:
     second = measurements(run)
     assert second[:1] == first and len(second) > 1
     assert all(one["name"] != "as asked" for one in second[1:])
+
+
+def test_a_server_that_shows_no_metrics_has_failed_and_holds_up_nobody(run: Run) -> None:
+    run.prompts(harness.conversations(4000))  # the silent server answers on, until it counts as failed
+    run.behave({**HYBRID, "faults": [{"fault": "metrics_vanish", "answers": 20, "starts": [2]}]})
+    assert run.finish("tune", timeout_s=PATIENCE_S, leases=2) == 0, run.log().read_text()[-3000:]
+    asked, silent = sorted(measurements(run)[:2], key=lambda one: one["name"] != "as asked")
+    assert (asked["name"], asked["outcome"], silent["outcome"]) == ("as asked", "measured", "failed")
+    assert silent["detail"].startswith("its server failed: 404")
+    winner = json.loads((run.results / "tuning" / "winner.json").read_text())
+    assert winner["flags"] != silent["flags"]

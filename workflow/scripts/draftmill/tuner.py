@@ -423,6 +423,7 @@ class _Load:
         self._lock = threading.Lock()
         self._answers = self._rejected = self._tokens = 0
         self._fault: Exception | None = None  # of the server, since its last answer
+        self._silence: Exception | None = None  # why it shows no metrics; it may answer all the same
         self._raised: Exception | None = None  # what no other server would do better
 
     def measure(
@@ -445,7 +446,7 @@ class _Load:
             except requests.RequestException as fault:
                 if time.monotonic() - shown < SILENT_S:
                     continue
-                self._fault = fault
+                self._silence = fault
                 break
             shown = time.monotonic()
             sample = replace(parse_prometheus(page, time.time()), capacity=capacity_, wanted=self._wanted)
@@ -514,12 +515,9 @@ class _Load:
     ) -> Measurement:
         steady = [s for s in samples if steady_from is not None and s.t >= steady_from]
         rates = _rates(samples, steady_from) if steady_from is not None else []
-        if not rates or (outcome is None and self._fault is not None):
-            why = (
-                f"its server failed: {self._fault}"
-                if self._fault
-                else "too few turns are left to measure with"
-            )
+        fault = self._silence or self._fault
+        if not rates or (outcome is None and fault is not None):
+            why = f"its server failed: {fault}" if fault else "too few turns are left to measure with"
             return replace(measurement, detail=why, capacity=capacity_, measured_at=time.time())
         mean, error = tuning.mean_and_error(rates)
         diagnosis = bottleneck.diagnose(steady, self._known)
