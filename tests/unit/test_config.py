@@ -359,7 +359,10 @@ def test_prompt_files_must_be_named() -> None:
         (["--enable-fp32-lm-head"], "move it to model.flags."),
         (["--port 30000"], "set operation.server.port instead."),
         (["--tp", "2"], "set operation.gpus_per_server instead."),
-        (["-ctk", "q8_0"], "put its value into model.kv_cache_dtype instead."),
+        (
+            ["-ctk", "q8_0"],
+            "has -ctk, which Draftmill sets itself: llama.cpp's KV cache stays at its default format;",
+        ),
     ],
 )
 def test_flags_that_change_the_answers_are_refused_in_operation(flags: str | list[str], says: str) -> None:

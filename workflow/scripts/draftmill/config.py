@@ -87,10 +87,6 @@ NUMERIC_FLAGS: dict[str, str] = {
     "-m": "model.path",
     "-c": "model.context_length",
     "--ctx-size": "model.context_length",
-    "--cache-type-k": "model.kv_cache_dtype",
-    "--cache-type-v": "model.kv_cache_dtype",
-    "-ctk": "model.kv_cache_dtype",
-    "-ctv": "model.kv_cache_dtype",
     "--lora": "model.adapters",
     "--lora-scaled": "model.flags",
     "--control-vector": "model.flags",
@@ -120,6 +116,10 @@ OWNED_FLAGS: dict[str, str] = {
     "-np": "set operation.server.capacity instead",
     "--threads": "set operation.server.threads instead",
     "-t": "set operation.server.threads instead",
+    "--cache-type-k": "llama.cpp's KV cache stays at its default format; leave it out",
+    "--cache-type-v": "llama.cpp's KV cache stays at its default format; leave it out",
+    "-ctk": "llama.cpp's KV cache stays at its default format; leave it out",
+    "-ctv": "llama.cpp's KV cache stays at its default format; leave it out",
 }
 """Server flags that Draftmill sets itself, and what to do instead."""
 
@@ -505,7 +505,7 @@ def _operation_faults(config: Config, gpus: int | None) -> Iterator[str]:
         yield f"operation.gpus_per_server is {span}, but this machine shows {gpus or 'no'} GPUs; set it to {max(gpus, 1)} at most."
     if engine == "sglang" and gpus == 0 and not on_cpu(config):
         yield (
-            "operation.engine is sglang, but this machine shows no GPU; set operation.engine to llamacpp, or give SGLang its "
+            "operation.engine is sglang, but this machine shows no GPU; run on a machine with one, or give SGLang its "
             'CPU settings: operation.server.env {SGLANG_USE_CPU_ENGINE: "1"} and operation.server.flags [--device cpu].'
         )
     if config["model"]["path"] == "embedded" and engine == "sglang":

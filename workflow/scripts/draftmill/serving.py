@@ -46,7 +46,7 @@ def check(config: settings.Config, model: Model) -> None:
     if name == "sglang" and not any(slot.gpus for slot in own) and not settings.on_cpu(config):
         raise UserError(
             "The sglang engine needs a GPU and none is visible here; run on a machine with one, or set "
-            "operation.server.flags to '--device cpu' for SGLang's CPU mode (docs/configuration.md)."
+            "operation.server.flags to '--device cpu' for SGLang's CPU mode (docs/how-to.md)."
         )
 
 
