@@ -11,6 +11,7 @@ from pathlib import Path
 
 import polars as pl
 import pytest
+import yaml
 from tests.workflow.project import ROOT, Project
 
 DATASET = (
@@ -209,12 +210,17 @@ def test_the_command_line_tells_how_it_went(finished: Project) -> None:
 
 
 def test_as_a_module_of_another_workflow(project: Project) -> None:
+    """By the recipe in docs/how-to.md, beside keys of the other workflow's own."""
+    (recipe,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs/how-to.md").read_text(), flags=re.DOTALL)
     (project.folder / "Snakefile").write_text(
         'configfile: "config.yaml"\n'
-        f'module draftmill:\n    snakefile: "{ROOT / "Snakefile"}"\n    config: config\n'
-        "use rule * from draftmill as draftmill_*\n"
-        'rule use_it:\n    default_target: True\n    input: "results/merged.parquet"\n    output: touch("used")\n'
+        + recipe.replace("path/to/draftmill", str(ROOT))
+        + 'rule use_it:\n    default_target: True\n    input: "results/merged.parquet"\n'
+        "    output: touch(config['mark'])\n"
     )
+    config = project.folder / "config.yaml"
+    own = {"mark": "used", "draftmill": yaml.safe_load(config.read_text())}
+    config.write_text(yaml.safe_dump(own))
     shutil.rmtree(project.results / "generated")
     (project.results / "merged.parquet").unlink()
     requests = project.requests()
