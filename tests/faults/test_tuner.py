@@ -18,15 +18,18 @@ import pytest
 import tiny_model
 from harness import Run
 
+from draftmill.fleet.locks import Lock
+
 pytestmark = pytest.mark.slow
 
 SHAPE = Path(__file__).parents[1] / "recordings" / "qwen3.6-27b-shape.config.json"
-NVIDIA_SMI = """#!/bin/sh
+GPUS = ("GPU-11111111-aaaa-bbbb-cccc-000000000001", "GPU-22222222-aaaa-bbbb-cccc-000000000002")
+NVIDIA_SMI = f"""#!/bin/sh
 case "$1" in
--L) echo "GPU 0: NVIDIA H200 (UUID: GPU-11111111-aaaa-bbbb-cccc-000000000001)"
-    echo "GPU 1: NVIDIA H200 (UUID: GPU-22222222-aaaa-bbbb-cccc-000000000002)";;
-*) echo "GPU-11111111-aaaa-bbbb-cccc-000000000001, NVIDIA H200, 143771"
-   echo "GPU-22222222-aaaa-bbbb-cccc-000000000002, NVIDIA H200, 143771";;
+-L) echo "GPU 0: NVIDIA H200 (UUID: {GPUS[0]})"
+    echo "GPU 1: NVIDIA H200 (UUID: {GPUS[1]})";;
+*) echo "{GPUS[0]}, NVIDIA H200, 143771"
+   echo "{GPUS[1]}, NVIDIA H200, 143771";;
 esac
 """
 # The recordings' figures for all defaults (249 state slots, of which a request takes 4 of its 5) and radix cache off.
@@ -91,7 +94,7 @@ def test_a_run_with_auto_measures_on_its_own_first_turns_and_goes_on_with_what_w
     ]
 
     winner = json.loads((run.results / "tuning" / "winner.json").read_text())
-    assert winner["asked"] == [] and "--disable-radix-cache" in winner["flags"]
+    assert winner["circumstances"]["asked"] == [] and "--disable-radix-cache" in winner["flags"]
     assert winner["tok_s"] > 1.5 * winner["asked_tok_s"]
     by_name = {one["name"]: one for one in measurements(run)}
     asked = by_name["as asked"]
@@ -139,3 +142,32 @@ def test_a_server_that_shows_no_metrics_has_failed_and_holds_up_nobody(run: Run)
     assert silent["detail"].startswith("its server failed: 404")
     winner = json.loads((run.results / "tuning" / "winner.json").read_text())
     assert winner["flags"] != silent["flags"]
+
+
+def test_a_gpu_that_is_taken_and_a_setting_that_does_not_start_hold_up_nothing(run: Run) -> None:
+    run.prompts(harness.conversations(4000))
+    run.behave({**HYBRID, "faults": [{"fault": "crash_at_start", "s": 0.5, "cause": "oom", "starts": [2]}]})
+    gpus = run.runtime / "gpus"
+    gpus.mkdir(parents=True)
+    held = Lock(gpus / f"{GPUS[1]}.lock")
+    assert held.take()
+    run.configure(harness.over(run.settings, {"operation": {"tune": {"budget_s": 120}}}))
+    assert run.finish("tune", timeout_s=PATIENCE_S, leases=2) == 0, run.log().read_text()[-3000:]
+    asked, broken, next_one = measurements(run)[:3]
+    assert (asked["name"], asked["outcome"]) == ("as asked", "measured")
+    assert broken["outcome"] == "failed" and "out of memory" in broken["detail"]
+    assert next_one["outcome"] == "measured"
+    text = (run.results / "logs" / "tune.log").read_text()
+    assert f"waiting for {GPUS[1]}, which another run of this user holds" in text
+
+
+def test_where_the_turns_run_out_no_further_server_starts_and_nothing_counts_as_measured(run: Run) -> None:
+    run.prompts(harness.conversations(60))
+    assert run.finish("results/merged.parquet", timeout_s=PATIENCE_S, leases=2) == 0, run.log().read_text()[
+        -3000:
+    ]
+    assert not (run.results / "tuning" / "measurements.jsonl").exists()
+    assert json.loads((run.results / "tuning" / "winner.json").read_text())["flags"] == []
+    assert run.starts() <= 4, "two that measured, two of the run itself"
+    accounts = run.validation()
+    assert accounts["turns"] == accounts["accepted"] + accounts["rejected"]

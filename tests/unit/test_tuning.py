@@ -12,8 +12,15 @@ from hypothesis import strategies as st
 
 from draftmill import answering, tuner, tuning
 from draftmill import config as settings
+from draftmill.architecture import read_architecture
+from draftmill.candidates import candidates
+from draftmill.capacity import Workload
 from draftmill.errors import UserError
+from draftmill.expectations import given_flags
 from draftmill.fleet.locks import Lock
+from draftmill.fleet.slots import Gpu, Slot
+from draftmill.gpus import GPUS
+from draftmill.server_flags import dialect_of_version, read_flags
 from draftmill.tuning import (
     Circumstances,
     Measurement,
@@ -25,8 +32,11 @@ from draftmill.tuning import (
     worth_trying,
 )
 
-HERE = Circumstances("sglang", "0.5.23", "H200", "a model")
+SHAPE = Path(__file__).parents[1] / "recordings" / "qwen3.6-27b-shape.config.json"
+QWEN = read_architecture(json.loads(SHAPE.read_text()))
+H200 = next(gpu for gpu in GPUS if gpu.name == "H200")
 ASKED = Setting("as asked", ("--tp-size", "2"), 1.0)
+HERE = Circumstances("sglang", "0.5.23", "H200", "a model", ASKED.flags)
 
 
 def setting(name: str, gain: float = 1.2, **model: str) -> Setting:
@@ -70,7 +80,13 @@ def test_a_clearly_beaten_setting_is_left_early() -> None:
     assert enough([840.0, 900.0, 780.0], best=1000.0) is None, "it may still be close"
 
 
-@given(st.lists(st.floats(1, 1e6), max_size=30), st.floats(0, 1e6))
+def test_a_server_that_decodes_nothing_has_failed() -> None:
+    """And is never the base that others are divided by."""
+    assert enough([0.0] * (tuning.MOST_WINDOWS - 1), best=0.0) is None
+    assert enough([0.0] * tuning.MOST_WINDOWS, best=0.0) == "failed"
+
+
+@given(st.lists(st.floats(0, 1e6), max_size=30), st.floats(0, 1e6))
 def test_only_what_is_surely_slower_is_beaten(rates: list[float], best: float) -> None:
     verdict = enough(rates, best)
     if verdict == "beaten":
@@ -101,6 +117,18 @@ def test_a_model_that_was_too_careful_is_corrected_by_what_was_measured() -> Non
     assert not worth_trying(
         setting("b", 1.0), [measured(ASKED, 1000), measured(setting("a", 2.0), 2000)], ASKED
     )
+
+
+def test_what_may_not_be_adopted_keeps_nothing_else_from_being_tried() -> None:
+    """The fastest changes answers, the next has them rejected: 1.5 times the asked rate is still to be had."""
+    done = [
+        measured(ASKED, 1000, answers=400, rejected=20),
+        measured(setting("half state", 2.0, state_dtype="bfloat16"), 2000),
+        measured(setting("broken", 1.8), 1800, answers=400, rejected=200),
+    ]
+    assert tuning.best_rate(done, ASKED) == 1000
+    assert worth_trying(setting("b", 1.5), done, ASKED)
+    assert enough([1500.0] * 6, tuning.best_rate(done, ASKED)) == "measured"
 
 
 def test_without_the_asked_settings_rate_everything_is_worth_trying() -> None:
@@ -211,14 +239,15 @@ def test_a_torn_line_takes_no_other_with_it(tmp_path: Path) -> None:
     assert tuning.read_measurements(tmp_path) == [first, second]
 
 
+def here(config: settings.Config) -> Circumstances:
+    return tuning.circumstances(config, HERE.engine, HERE.version, HERE.gpu, HERE.model)
+
+
 def test_the_winner_stands_in_for_exactly_the_flags_it_was_measured_against(tmp_path: Path) -> None:
-    asked = Setting("as asked", ("--tp-size", "2"), 1.0)
     won = Setting("more", ("--tp-size", "2", "--more"), 1.3)
     assert in_force(config_with("--tp-size 2"), tmp_path) is None
-    done = [measured(asked, 100), measured(won, 200)]
-    for measurement in done:
-        tuning.keep(tmp_path, measurement)
-    tuning.adopt(tmp_path, decide(done, asked), asked, HERE)
+    done = [measured(ASKED, 100), measured(won, 200)]
+    tuning.adopt(tmp_path, decide(done, ASKED), ASKED, here(config_with("--tp-size 2")))
     assert in_force(config_with("--tp-size 2"), tmp_path) == won.flags
     assert in_force(config_with("--tp-size", "2", "auto"), tmp_path) == won.flags
     assert in_force(config_with(), tmp_path) is None
@@ -229,16 +258,77 @@ def test_the_winner_stands_in_for_exactly_the_flags_it_was_measured_against(tmp_
     assert adopted_flags(config_with("--tp-size 2"), tmp_path, None, "another") is None
     winner = json.loads((tmp_path / "tuning" / "winner.json").read_text())
     assert winner["tok_s"] == 200 and winner["asked_tok_s"] == 100
-    assert sorted(path.name for path in (tmp_path / "tuning").iterdir()) == [
-        "measurements.jsonl",
-        "winner.json",
-    ]
+    assert [path.name for path in (tmp_path / "tuning").iterdir()] == ["winner.json"]
+
+
+@pytest.mark.parametrize(
+    ("change", "stays"),
+    [
+        ({"model": {"kv_cache_dtype": "fp8_e5m2"}}, False),
+        ({"sampling": {"max_tokens": 16_000}}, True),
+        ({"operation": {"client": {"concurrency": 7}}}, True),
+        ({"operation": {"server": {"env": {"A": "b"}}}}, True),
+    ],
+)
+def test_rates_compare_under_the_same_load_only_and_a_winner_outlives_another_load(
+    tmp_path: Path, change: dict[str, Any], stays: bool
+) -> None:
+    before, after = settings.resolve({}), settings.resolve(change)
+    here_before, here_after = here(before), here(after)
+    tuning.keep(tmp_path, replace(measured(ASKED, 100), circumstances=here_before))
+    assert len(tuning.read_measurements(tmp_path, here_before)) == 1
+    assert tuning.read_measurements(tmp_path, here_after) == []
+    tuning.adopt(tmp_path, decide([], ASKED), ASKED, here_before)
+    assert in_force(before, tmp_path) == ASKED.flags
+    assert (in_force(after, tmp_path) is not None) == stays
 
 
 def test_where_nothing_could_be_measured_the_asked_flags_are_kept_as_the_tuned_ones(tmp_path: Path) -> None:
     """So that the next server does not tune again."""
-    tuning.adopt(tmp_path, decide([], ASKED), ASKED, HERE)
-    assert in_force(config_with("--tp-size 2"), tmp_path) == ASKED.flags
+    config = config_with("--tp-size 2")
+    tuning.adopt(tmp_path, decide([], ASKED), ASKED, here(config))
+    assert in_force(config, tmp_path) == ASKED.flags
+
+
+# --- from the capacity model to what a server is started with
+
+
+@pytest.mark.parametrize("capacity_", [None, 32])
+@pytest.mark.parametrize("gpus", [1, 4])
+@pytest.mark.parametrize(
+    ("model", "asked"),
+    [
+        ({}, ""),
+        ({"trust_remote_code": True, "flags": ["--enable-deterministic-inference"]}, ""),
+        ({"kv_cache_dtype": "fp8_e5m2"}, "--dp-size 4 --max-running-requests 100"),
+        ({"dtype": "bfloat16"}, "--tp 4 --attention-backend triton"),
+    ],
+)
+def test_each_setting_starts_the_server_that_its_name_says(
+    model: dict[str, Any], asked: str, gpus: int, capacity_: int | None
+) -> None:
+    """What the model block and the slot give, and the setting's own flags, are the candidate's, no more and no fewer."""
+    server = {"flags": asked, "capacity": capacity_}
+    operation = {"server": server, "gpus_per_server": gpus, "tune": {"allow_state_dtype": True}}
+    config = settings.resolve({"model": {**model, "path": "some/model"}, "operation": operation})
+    slot = Slot("gpus", tuple(Gpu(f"GPU-{n}", "NVIDIA H200", 143_771 << 20) for n in range(gpus)))
+    given_ = read_flags(given_flags(config, slot, {}, settings.server_flags(config).words))
+    found = candidates(
+        QWEN,
+        H200,
+        read_flags([*given_.asked, *settings.server_flags(config).words]),
+        Workload(150, 430),
+        dialect_of_version("0.5.15.post1"),
+        allow_state_dtype=True,
+    )
+    assert len(found) > 5 and any(one.changes_answers for one in found)
+    for candidate in found:
+        one = tuner.as_setting(candidate, given_)
+        words = [*given_flags(config, slot, one.model, one.flags), *one.flags]
+        if capacity_ is not None and candidate.flags.max_running is None:
+            continue  # operation.server.capacity holds: expect offers no such
+        assert replace(read_flags(words), asked=()) == replace(candidate.flags, asked=()), candidate.name
+        assert set(words) == set(candidate.flags.asked), candidate.name
 
 
 # --- more than one host
@@ -275,6 +365,7 @@ def test_no_rate_is_taken_beside_a_server_that_starts_fills_or_drains() -> None:
         beat.measured("b")
         ended.join(10)
         assert not ended.is_alive()
+        assert not beat.measure("a"), "b drains"
     with beat.part("a"):
         assert beat.measure("a"), "b is idle"
 

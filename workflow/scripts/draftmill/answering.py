@@ -333,7 +333,7 @@ class _Asking:
         self._capacity_seen = False
 
     def run(self, pending: list[Row]) -> None:
-        _raise_file_limit()
+        raise_file_limit()
         events = self._fleet.clients / f"{self._name}-{os.getpid()}.jsonl"
         events.parent.mkdir(parents=True, exist_ok=True)
         with events.open("a", encoding="utf-8") as self._events:
@@ -450,7 +450,7 @@ def _taken_from(rows: list[Row]) -> Iterator[Row]:
         yield rows.pop()
 
 
-def _raise_file_limit() -> None:
+def raise_file_limit() -> None:
     """A turn in flight needs a descriptor; says so when the system allows too few."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

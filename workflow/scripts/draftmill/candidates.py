@@ -88,7 +88,6 @@ def candidates(
                 found[key] = candidate
 
     for name, base in _bases(architecture, flags, dialect, allow_state_dtype):
-        offer(name, base)
         for add, more in (("", base), *_memory_variants(architecture, memory, base)):
             larger = f"{name}, {add}" if add else name
             offer(larger, more)
@@ -98,12 +97,13 @@ def candidates(
             architecture, base, weigh(name, base).capacity, workload, dialect
         ):
             offer(f"{name}, {balanced_name}", balanced)
-    best = max(found.values(), key=lambda c: c.estimate.tok_s)
-    for last_name, last in (
-        *_balanced(architecture, best.flags, best.capacity, workload, dialect),
-        *_scheduling_variants(best, memory),
-    ):
-        offer(f"{best.name}, {last_name}", last)
+    ranked = sorted(found.values(), key=lambda c: -c.estimate.tok_s)
+    for best in (ranked[0], next(c for c in ranked if not c.changes_answers)):
+        for last_name, last in (
+            *_balanced(architecture, best.flags, best.capacity, workload, dialect),
+            *_scheduling_variants(best, memory),
+        ):
+            offer(f"{best.name}, {last_name}", last)
 
     def with_gain(candidate: Candidate) -> Candidate:
         gain = candidate.estimate.tok_s / asked.estimate.tok_s if asked.estimate.tok_s else 1.0

@@ -360,7 +360,7 @@ def compute_cure(facts: Facts, engine: Engine) -> Advice | None:
         engine.dialect,
         gpu_memory_bytes=engine.gpu_memory_bytes,
     )
-    best = next((c for c in found[1:] if not c.changes_answers), None)
+    best = found[1] if len(found) > 1 else None
     if best is None or best.gain < WORTHWHILE:
         said = f"no other setting is estimated above {best.gain if best else 1:.2f}x"
         return Advice(None, said, 1.0)

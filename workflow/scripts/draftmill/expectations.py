@@ -5,6 +5,7 @@ Knows the config, the frozen model, the prompts' account and the journal. Must n
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from draftmill.architecture import read_architecture
 from draftmill.candidates import Candidate, candidates
 from draftmill.capacity import Workload
 from draftmill.cures import Engine
+from draftmill.engines.sglang import MAX_RUNNING_FLAG, slot_flags
 from draftmill.fleet.slots import Slot
 from draftmill.gpus import find_gpu
 from draftmill.journal import Journal
@@ -34,10 +36,13 @@ class Expectations:
     found: Sequence[Candidate]
 
 
-def given_flags(config: settings.Config, slot: Slot, model: Mapping[str, Any]) -> tuple[str, ...]:
-    """The flags that the model block, with ``model`` laid over it, and the slot give, whatever else is asked."""
-    parallel = ("--tp-size", str(len(slot.gpus))) if len(slot.gpus) > 1 else ()
-    return *engines.load("sglang").numerics_flags({**config["model"], **model}), *parallel
+def given_flags(
+    config: settings.Config, slot: Slot, model: Mapping[str, Any], asked: Sequence[str]
+) -> tuple[str, ...]:
+    """The flags that come with those ``asked``: from the model block, with ``model`` laid over it, from the slot's GPUs
+    and from operation.server.capacity."""
+    numerics = engines.load("sglang").numerics_flags({**config["model"], **model})
+    return *numerics, *slot_flags(len(slot.gpus), config["operation"]["server"]["capacity"], asked)
 
 
 def expect(
@@ -58,15 +63,18 @@ def expect(
         gpu_memory_bytes=slot.gpus[0].memory_bytes,
     )
     assert engine.architecture is not None
+    given = given_flags(config, slot, {}, flags)
     found = candidates(
         engine.architecture,
         card,
-        read_flags([*given_flags(config, slot, {}), *flags]),
+        read_flags([*given, *flags]),
         _workload(config, results),
         engine.dialect,
         allow_state_dtype=config["operation"]["tune"]["allow_state_dtype"],
         gpu_memory_bytes=slot.gpus[0].memory_bytes,
     )
+    if MAX_RUNNING_FLAG in given:  # operation.server.capacity holds whatever else is tried
+        found = [one for one in found if one.flags.max_running == found[0].flags.max_running]
     return Expectations(engine, found)
 
 
@@ -76,10 +84,8 @@ def _workload(config: settings.Config, results: Path) -> Workload:
     mean_prompt = prompts["prompt_tokens"]["sum"] / max(1, prompts["usable"])
     most = config["sampling"]["max_tokens"]
     journal = Journal(results / "journal")
-    lengths = [
-        len(record.get("output_ids", ()))
-        for _, (_, record) in zip(range(ANSWERS), journal.records(), strict=False)
-    ]
+    first = itertools.islice(journal.records(), ANSWERS)
+    lengths = [len(record["output_ids"]) for _, record in first if record.get("output_ids")]
     journal.close()
     output = sum(lengths) / len(lengths) if lengths else most / 2
     return Workload(mean_prompt, max(1.0, output), max_tokens=most)

@@ -1,6 +1,6 @@
 """Measures server settings on the run's own first turns, one setting a slot at a time, and adopts the best.
 
-Every answer goes to the journal like any other, so that measuring generates nothing twice. Rates are taken on
+Every answer goes to the journal like any other, so that what was answered is never asked again. Rates are taken on
 all servers at the same time, under full load, as in the run itself. Which settings to try and when a
 measurement is good enough is tuning.py's judgement.
 """
@@ -16,42 +16,50 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import requests
 
-from draftmill import bottleneck, candidates, engines, tuning
+from draftmill import bottleneck, engines, tuning
 from draftmill import config as settings
-from draftmill.answering import LEASE, Asker
+from draftmill.answering import LEASE, Asker, raise_file_limit
+from draftmill.candidates import Candidate
+from draftmill.candidates import table as table_of_expectations
 from draftmill.cures import Engine
 from draftmill.engines import Refused, Transient
 from draftmill.errors import UserError
 from draftmill.expectations import expect, given_flags
 from draftmill.fleet import processes
-from draftmill.fleet.client import Server
+from draftmill.fleet.client import SWITCH_INTERVAL_S, Server
 from draftmill.fleet.locks import Lock
 from draftmill.fleet.places import Fleet
 from draftmill.fleet.slots import Slot, slots
 from draftmill.generation import Shard, Turn
 from draftmill.journal import Journal, Writer
-from draftmill.server_flags import ServerFlags, read_flags
+from draftmill.server_flags import ServerFlags, changes, read_flags, without
 from draftmill.telemetry import Sample, parse_prometheus
 from draftmill.tuning import Measurement, Setting
 
 log = logging.getLogger("tune")
 
-RAMP_S = 120.0  # at most this long until as many turns run as will, of all ages
-DRAIN_S = 60.0  # turns in flight may take so long to finish before the next setting starts
+RAMP_S = 600.0  # at most this long until as many turns run as will, of all ages
+DRAIN_S = (
+    60.0  # turns in flight may take so long to end before the next setting starts; the rest is asked anew
+)
+BUSY_S = 30.0  # a GPU that another run holds for longer measures nothing
 SILENT_S = 60.0  # a server that shows no metrics for so long has failed
-MOST_CANDIDATES = 12
+MOST_CANDIDATES = 12  # of those that leave the answers as they are, and as many of the others
 
 
 def tune(config: settings.Config, results: Path) -> tuning.Decision:
-    """Measures what promises most within ``operation.tune.budget_s``, goes on where an earlier call stopped,
-    and adopts the winner. Raises UserError when there is nothing to measure with, or when it is being done already."""
+    """Measures what promises most, goes on where an earlier call stopped, and adopts the winner.
+
+    Begins no setting after ``operation.tune.budget_s``. Raises UserError when there is nothing to measure with, or when
+    it is being done already.
+    """
     folder = results / tuning.FOLDER
     folder.mkdir(parents=True, exist_ok=True)
     lock = Lock(folder / "lock")
@@ -117,13 +125,14 @@ class _Tuner:
         self._deadline = time.monotonic() + config["operation"]["tune"]["budget_s"]
         self._asked = Setting("as asked", settings.server_flags(config).words, 1.0)
         self._candidates: list[Setting] = [self._asked]
-        self._begun = False
         self._started: list[Setting] = []
+        self._planning = threading.Lock()
         self._circumstances: tuning.Circumstances | None = None
         self._known = bottleneck.UNKNOWN_ENGINE
-        self._planned = threading.Event()
         self._beat = _Beat()
-        self._faults: list[Exception] = []
+        self._dry = False  # no turns are left to measure with
+        self._lost: list[_SlotLost] = []
+        self._faults: list[Exception] = []  # that no other slot would do better
 
     def run(self) -> tuning.Decision:
         all_slots = slots(self._config["operation"])
@@ -135,6 +144,8 @@ class _Tuner:
                 "measuring on %s alone: %d of %d servers; what is found there holds for no other GPU",
                 alike[0].hardware, len(alike), len(all_slots),
             )  # fmt: skip
+        raise_file_limit()
+        sys.setswitchinterval(SWITCH_INTERVAL_S)
         with self._leases(len(all_slots)):
             workers = [  # daemons: Ctrl-C waits for none
                 threading.Thread(target=self._work, args=(slot,), name=slot.name, daemon=True)
@@ -147,11 +158,13 @@ class _Tuner:
         self._writer.close()
         if self._faults:
             raise self._faults[0]
-        done = tuning.read_measurements(self._results, self._circumstances)
+        done = self._done() if self._circumstances is not None else []
+        if self._lost and not any(m.outcome == "measured" for m in done):
+            raise self._lost[0]
         decision = tuning.decide(done, self._asked)
         assert self._circumstances is not None, "a server has started, or its fault was raised"
         tuning.adopt(self._results, decision, self._asked, self._circumstances)
-        for line in table(done):
+        for line in table(done, decision.asked):
             log.info("%s", line)
         log.warning("tuning: %s", decision.reason)
         for proposal in decision.proposals:
@@ -185,30 +198,34 @@ class _Tuner:
             with _Bench(self._fleet, slot, self._prompts["turns"]) as bench:
                 while self._measure_next(bench):
                     pass
+        except _SlotLost as lost:
+            log.warning("%s measures nothing more: %s", slot.name, lost)
+            self._lost.append(lost)
         except Exception as fault:  # noqa: BLE001  raised again by run
             self._faults.append(fault)
-        finally:
-            self._planned.set()
+
+    def _done(self) -> list[Measurement]:
+        return tuning.read_measurements(self._results, self._circumstances)
 
     def _next(self, bench: _Bench) -> Setting | None:
         """The setting to measure next; the first one, as asked, also tells the version and so the candidates."""
+        with self._planning:
+            if self._faults:
+                return None
+            if self._circumstances is None:
+                try:
+                    facts = bench.start(self._asked, self._config["operation"]["server"]["start_timeout_s"])
+                except _StartFailed as fault:  # on no slot, then
+                    self._faults.append(fault)
+                    return None
+                self._plan(bench.slot, facts)
+                if not any(m.of(self._asked) for m in self._done()):
+                    self._started.append(self._asked)
+                    return self._asked
         with self._lock:
-            first, self._begun = not self._begun, True
-        if first:
-            facts = bench.start(self._asked, self._config["operation"]["server"]["start_timeout_s"])
-            self._plan(bench.slot, facts)
-            self._started.append(self._asked)
-            self._planned.set()
-            done = tuning.read_measurements(self._results, self._circumstances)
-            if not any(m.of(self._asked) for m in done):
-                return self._asked
-        self._planned.wait()
-        if self._circumstances is None:  # the first server did not start: run raises why
-            return None
-        with self._lock:
-            done = tuning.read_measurements(self._results, self._circumstances)
+            done = self._done()
             for setting in tuning.remaining(self._candidates, done):
-                if time.monotonic() > self._deadline:
+                if self._dry or time.monotonic() > self._deadline:
                     return None
                 if setting not in self._started and tuning.worth_trying(setting, done, self._asked):
                     self._started.append(setting)
@@ -217,9 +234,9 @@ class _Tuner:
 
     def _plan(self, slot: Slot, facts: dict[str, Any]) -> None:
         """What to try, by the capacity model; logs its table of expectations."""
-        shard = self._shard({})
-        self._circumstances = tuning.Circumstances(
-            facts["engine"], str(facts["version"]), slot.hardware, shard.model.identity
+        identity = self._shard({}).model.identity
+        self._circumstances = tuning.circumstances(
+            self._config, facts["engine"], str(facts["version"]), slot.hardware, identity
         )
         if facts["engine"] == "sglang":
             expected = expect(self._config, self._results, slot, self._asked.flags, str(facts["version"]))
@@ -233,25 +250,19 @@ class _Tuner:
             )
             return
         self._known, found = expected.engine, expected.found
-        log.info("expected, before measuring:\n%s", candidates.table(found))
+        log.info("expected, before measuring:\n%s", table_of_expectations(found))
         self._asked = self._candidates[0] = replace(
             self._asked, expected_capacity=found[0].capacity.max_running
         )
-        fixed = set(given_flags(self._config, slot, {}))
-        for candidate in found[1:MOST_CANDIDATES]:
-            flags = list(candidate.flags.asked)
-            model: dict[str, Any] = {}
-            if candidate.changes_answers:
-                model = {"state_dtype": candidate.flags.state_dtype}
-                at = flags.index("--mamba-ssm-dtype")
-                del flags[at : at + 2]
-            kept = tuple(_without(flags, fixed))
-            self._candidates.append(
-                Setting(candidate.name, kept, candidate.gain, model, candidate.capacity.max_running)
-            )
+        given = read_flags(given_flags(self._config, slot, {}, self._asked.flags))
+        sound = [candidate for candidate in found[1:] if not candidate.changes_answers]
+        others = [candidate for candidate in found[1:] if candidate.changes_answers]
+        chosen = [*sound[:MOST_CANDIDATES], *others[:MOST_CANDIDATES]]
+        self._candidates += [as_setting(one, given) for one in sorted(chosen, key=lambda one: -one.gain)]
 
     def _all_flags(self, slot: Slot, setting: Setting) -> ServerFlags:
-        return read_flags([*given_flags(self._config, slot, setting.model), *setting.flags])
+        given = given_flags(self._config, slot, setting.model, setting.flags)
+        return read_flags([*given, *setting.flags])
 
     def _shard(self, model: dict[str, Any]) -> Shard:
         return Shard({**self._config, "model": {**self._config["model"], **model}}, self._results / "model")
@@ -279,23 +290,26 @@ class _Tuner:
             )  # fmt: skip
             try:
                 facts = bench.start(setting, self._config["operation"]["server"]["start_timeout_s"])
+                kept = self._measure(bench, setting, facts, measurement)
             except _StartFailed as fault:
-                measurement = replace(measurement, detail=str(fault), measured_at=time.time())
-            else:
-                measurement = self._measure(bench, setting, facts, measurement)
+                kept = replace(measurement, detail=str(fault), measured_at=time.time())
+            except _SlotLost:  # another slot may measure it
+                self._started.remove(setting)
+                raise
+            if kept is None:
+                log.info("%s: too few turns are left to measure with", setting.name)
+                return False
             log.info(
                 "%s: %s %.0f tok/s (± %.0f) %s",
-                setting.name, measurement.outcome, measurement.tok_s, measurement.error, measurement.detail,
+                setting.name, kept.outcome, kept.tok_s, kept.error, kept.detail,
             )  # fmt: skip
-            tuning.keep(self._results, measurement)
+            tuning.keep(self._results, kept)
         return True
 
     def _measure(
         self, bench: _Bench, setting: Setting, facts: dict[str, Any], measurement: Measurement
-    ) -> Measurement:
-        with self._lock:
-            done = tuning.read_measurements(self._results, self._circumstances)
-        best = max((m.tok_s for m in done if m.outcome == "measured"), default=0.0)
+    ) -> Measurement | None:
+        best = tuning.best_rate(self._done(), self._asked)
         engine = self._known
         if engine.architecture is not None:
             engine = replace(engine, flags=self._all_flags(bench.slot, setting))
@@ -303,7 +317,9 @@ class _Tuner:
             self._config["operation"]["client"]["concurrency"] or facts["capacity"] + facts["queue_depth"]
         )
         load = _Load(self._turns(setting), bench.server(facts), at_once, bench.turns, engine)
-        return load.measure(measurement, facts["capacity"], best, bench, self._beat)
+        measured = load.measure(measurement, facts["capacity"], best, bench, self._beat)
+        self._dry = self._dry or load.dry
+        return measured
 
 
 class _Beat:
@@ -352,6 +368,10 @@ class _StartFailed(UserError):
     """The server does not start with a setting; the text says why."""
 
 
+class _SlotLost(UserError):
+    """A slot can measure nothing, whatever the setting; the text says why."""
+
+
 class _Bench:
     """One slot's server, held by the tuner alone."""
 
@@ -368,26 +388,40 @@ class _Bench:
                 break
             except OSError as fault:
                 if time.monotonic() > deadline:
-                    raise UserError(
-                        f"The supervisor of {self.slot.name} did not start; see {self.fleet.supervisor_log(self.slot.name)}."
-                    ) from fault
+                    raise self._lost("did not start") from fault
                 time.sleep(0.1)
         self._lines = self._connection.makefile("r", encoding="utf-8")
         self._send({"hello": {"role": "tuner", "name": "tune"}})
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._lines.close()
         self._connection.close()
 
+    def _lost(self, how: str) -> _SlotLost:
+        log_file = self.fleet.supervisor_log(self.slot.name)
+        return _SlotLost(f"The supervisor of {self.slot.name} {how}; see {log_file}.")
+
     def _send(self, message: dict[str, Any]) -> None:
-        self._connection.sendall(json.dumps(message).encode() + b"\n")
+        try:
+            self._connection.sendall(json.dumps(message).encode() + b"\n")
+        except OSError as fault:
+            raise self._lost("is gone") from fault
 
     def start(self, setting: Setting, timeout_s: float) -> dict[str, Any]:
-        """The server's facts once it serves with ``setting``; raises _StartFailed."""
+        """The server's facts once it serves with ``setting``; raises _StartFailed, and _SlotLost where no setting
+        would do better."""
         trial = {"flags": list(setting.flags), "model": setting.model}
         self._send({"trial": trial, "wanted": self.turns})
-        self._connection.settimeout(timeout_s + 300)
-        while line := self._line():
+        waits_for = None  # a GPU, said once
+        while True:
+            self._connection.settimeout(BUSY_S if waits_for else timeout_s + 300)
+            try:
+                line = self._lines.readline()
+            except OSError as fault:
+                raise self._lost(f"is {waits_for}" if waits_for else "said nothing for too long") from fault
+            if not line:
+                raise self._lost("is gone")
             message = json.loads(line)
             if "trial_failed" in message and message["trial"] == trial:
                 raise _StartFailed(message["trial_failed"])
@@ -395,17 +429,8 @@ class _Bench:
             if facts.get("trial") == trial and facts["state"] == "ready":
                 return facts
             if facts.get("state") == "given_up":
-                raise _StartFailed(str(facts["error"]))
-        raise _StartFailed("its supervisor is gone")
-
-    def _line(self) -> str:
-        try:
-            return self._lines.readline()
-        except OSError as fault:
-            raise UserError(
-                f"The supervisor of {self.slot.name} said nothing for too long; "
-                f"see {self.fleet.supervisor_log(self.slot.name)}."
-            ) from fault
+                raise _SlotLost(str(facts["error"]))
+            waits_for = facts.get("error") if facts.get("state") == "waiting" else None
 
     def server(self, facts: dict[str, Any]) -> Server:
         return Server.published(self.fleet, self.slot.name, facts)
@@ -426,9 +451,15 @@ class _Load:
         self._silence: Exception | None = None  # why it shows no metrics; it may answer all the same
         self._raised: Exception | None = None  # what no other server would do better
 
+    @property
+    def dry(self) -> bool:
+        """Whether the turns ran out."""
+        return self._dry.is_set()
+
     def measure(
         self, measurement: Measurement, capacity_: int, best: float, bench: _Bench, beat: _Beat
-    ) -> Measurement:
+    ) -> Measurement | None:
+        """The measurement with what was found; None where too few turns were left."""
         engine = engines.load(self._server.engine)
         samples: list[Sample] = []
         began = shown = time.monotonic()
@@ -451,7 +482,7 @@ class _Load:
             shown = time.monotonic()
             sample = replace(parse_prometheus(page, time.time()), capacity=capacity_, wanted=self._wanted)
             samples.append(sample)
-            full = full or self._full(samples, capacity_, time.monotonic() - began)
+            full = full or self._full(samples, capacity_) or time.monotonic() - began > RAMP_S
             if full and steady_from is None and beat.measure(bench.slot.name):
                 steady_from = sample.t
             if steady_from is not None:
@@ -465,13 +496,13 @@ class _Load:
             raise self._raised
         return self._result(measurement, outcome, samples, steady_from, capacity_)
 
-    def _full(self, samples: list[Sample], capacity_: int, elapsed_s: float) -> bool:
+    def _full(self, samples: list[Sample], capacity_: int) -> bool:
         """Whether as many turns run as will (at the cap, or no more than some seconds ago), of all ages: they began
         together, and until as many have ended the server prefills too little, or compiles kernels for new shapes."""
         running = [s.running or 0 for s in samples]
         most = running[-1] >= 0.95 * min(capacity_, self._at_once)
         most = most or (len(running) > 15 and 0 < running[-1] <= running[-11])
-        return elapsed_s > RAMP_S or (most and self._answers >= running[-1])
+        return most and self._answers >= running[-1]
 
     def _ask_until_stopped(self) -> None:
         try:
@@ -512,13 +543,16 @@ class _Load:
         samples: list[Sample],
         steady_from: float | None,
         capacity_: int,
-    ) -> Measurement:
+    ) -> Measurement | None:
         steady = [s for s in samples if steady_from is not None and s.t >= steady_from]
         rates = _rates(samples, steady_from) if steady_from is not None else []
         fault = self._silence or self._fault
-        if not rates or (outcome is None and fault is not None):
-            why = f"its server failed: {fault}" if fault else "too few turns are left to measure with"
+        why = f"its server failed: {fault}" if outcome is None and fault is not None else ""
+        why = "its server decoded no token" if outcome == "failed" else why
+        if why:
             return replace(measurement, detail=why, capacity=capacity_, measured_at=time.time())
+        if outcome is None and len(rates) < tuning.FEWEST_WINDOWS // 2:
+            return None
         mean, error = tuning.mean_and_error(rates)
         diagnosis = bottleneck.diagnose(steady, self._known)
         return replace(
@@ -560,25 +594,24 @@ def _output_tokens(sample: Sample) -> int:
     return sample.decode_tokens if sample.decode_tokens is not None else sample.generation_tokens or 0
 
 
-def _without(flags: list[str], fixed: set[str]) -> list[str]:
-    """``flags`` without those that the model block or the slot gives anyway."""
-    kept: list[str] = []
-    words = iter(flags)
-    for word in words:
-        if word in fixed and word.startswith("--"):
-            next(words, None)
-        elif word not in fixed:
-            kept.append(word)
-    return kept
+def as_setting(candidate: Candidate, given: ServerFlags) -> Setting:
+    """What to start a server with for a candidate: its flags but those ``given`` by the model block and the slot
+    anyway. What changes answers belongs into the model block."""
+    words: Sequence[str] = changes(given, candidate.flags)[0]
+    model: dict[str, Any] = {}
+    if candidate.changes_answers:
+        model = {"state_dtype": candidate.flags.state_dtype}
+        words = without(words, ["--mamba-ssm-dtype"])
+    return Setting(candidate.name, tuple(words), candidate.gain, model, candidate.capacity.max_running)
 
 
-def table(done: list[Measurement]) -> list[str]:
-    """The measurements as lines of text, best first."""
+def table(done: list[Measurement], asked: Measurement | None) -> list[str]:
+    """The measurements as lines of text, best first; gains over ``asked``."""
     head = (
         f"{'setting':<60} {'outcome':<9} {'tok/s':>8} {'±':>6} {'running':>8} {'cap':>5} {'exp. cap':>8} "
         f"{'gain':>7} {'exp. gain':>9}  what binds"
     )
-    base = next((m.tok_s for m in done if m.expected_gain == 1.0 and m.tok_s), None)
+    base = asked.tok_s if asked else None
     rows = [
         f"{m.name[:60]:<60} {m.outcome:<9} {m.tok_s:>8.0f} {m.error:>6.0f} {m.running:>8.0f} {m.capacity:>5} "
         f"{m.expected_capacity:>8} {m.tok_s / base if base else 0:>6.2f}× {m.expected_gain:>8.2f}×  {m.verdict or m.detail.partition(chr(10))[0][:80]}"

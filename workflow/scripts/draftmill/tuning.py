@@ -5,16 +5,18 @@ Pure but for the two files that it reads and writes under results/tuning/. Must 
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from draftmill import config as settings
 from draftmill.aside import write_aside
+from draftmill.turns import numerics
 
 FOLDER = "tuning"
 WINDOW_S = 5.0
@@ -44,6 +46,29 @@ class Circumstances:
     version: str
     gpu: str  # Slot.hardware
     model: str  # its identity
+    asked: tuple[str, ...] = ()  # operation.server.flags without auto
+    numerics: str = ""  # digest of the model block's
+    load: str = ""  # digest of what else decides a rate
+
+
+def circumstances(
+    config: settings.Config, engine: str, version: str, hardware: str, model_identity: str
+) -> Circumstances:
+    """Where what is measured now holds."""
+    operation = config["operation"]
+    load = [
+        config["sampling"],
+        operation["client"]["concurrency"],
+        *(operation["server"][name] for name in ("capacity", "threads", "env", "python")),
+    ]
+    asked = settings.server_flags(config).words
+    return Circumstances(
+        engine, version, hardware, model_identity, asked, _digest(numerics(config["model"])), _digest(load)
+    )
+
+
+def _digest(what: Any) -> str:
+    return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:16]
 
 
 @dataclass(frozen=True)
@@ -75,10 +100,13 @@ class Measurement:
 
 
 def enough(rates: Sequence[float], best: float) -> str | None:
-    """``measured`` or ``beaten`` once the rates of the windows so far (tok/s) decide it; None to go on."""
+    """``measured``, ``beaten`` or ``failed`` (no token at all) once the rates of the windows so far (tok/s) decide it;
+    None to go on."""
     if len(rates) < FEWEST_WINDOWS // 2:
         return None
     mean, error = mean_and_error(rates)
+    if not mean:
+        return "failed" if len(rates) >= MOST_WINDOWS else None
     if best and mean + 3 * error < BEATEN * best:
         return "beaten"
     if len(rates) < FEWEST_WINDOWS:
@@ -103,10 +131,22 @@ def worth_trying(setting: Setting, done: Sequence[Measurement], asked: Setting) 
     base = next((m for m in measured if m.of(asked)), None)
     if base is None:
         return True
-    best = max(m.tok_s for m in measured)
+    best = best_rate(done, asked)
     # The model's gain may be off by as much as it was for the settings measured so far, and a bit.
     off = max((m.tok_s / base.tok_s / m.expected_gain for m in measured), default=1.0)
     return base.tok_s * setting.expected_gain * max(1.0, off) * 1.1 >= best
+
+
+def best_rate(done: Sequence[Measurement], asked: Setting) -> float:
+    """The rate of the best that may be adopted, output tok/s; 0 where none is measured."""
+    return max((m.tok_s for m in _sound(done, asked)), default=0.0)
+
+
+def _sound(done: Sequence[Measurement], asked: Setting) -> list[Measurement]:
+    """What leaves the answers as they are, and has no more of them rejected than the asked setting."""
+    measured = [m for m in done if m.outcome == "measured"]
+    base = next((m for m in measured if m.of(asked)), None)
+    return [m for m in measured if not m.model and not _worse_answers(m, base)]
 
 
 @dataclass(frozen=True)
@@ -123,8 +163,7 @@ def decide(done: Sequence[Measurement], asked: Setting) -> Decision:
     """The best sound setting that leaves the answers as they are."""
     base = next((m for m in done if m.of(asked) and m.outcome == "measured"), None)
     measured = [m for m in done if m.outcome == "measured"]
-    sound = [m for m in measured if not m.model and not _worse_answers(m, base)]
-    best = max(sound, key=lambda m: m.tok_s, default=None)
+    best = max(_sound(done, asked), key=lambda m: m.tok_s, default=None)
     if best is None:
         return Decision(None, base, "no setting could be measured; the asked flags stay")
     proposals = tuple(
@@ -153,7 +192,7 @@ def _worse_answers(measurement: Measurement, base: Measurement | None) -> bool:
 # --- the files
 
 
-def read_measurements(results: Path, circumstances: Circumstances | None = None) -> list[Measurement]:
+def read_measurements(results: Path, here: Circumstances | None = None) -> list[Measurement]:
     """Everything measured over these results, or under these circumstances only."""
     path = results / FOLDER / "measurements.jsonl"
     if not path.exists():
@@ -164,9 +203,9 @@ def read_measurements(results: Path, circumstances: Circumstances | None = None)
             value = json.loads(line)
         except ValueError:
             continue  # torn by a kill
-        value |= {"flags": tuple(value["flags"]), "circumstances": Circumstances(**value["circumstances"])}
+        value |= {"flags": tuple(value["flags"]), "circumstances": _circumstances(value["circumstances"])}
         found.append(Measurement(**value))
-    return [m for m in found if circumstances in (None, m.circumstances)]
+    return [m for m in found if here in (None, m.circumstances)]
 
 
 def keep(results: Path, measurement: Measurement) -> None:
@@ -178,18 +217,17 @@ def keep(results: Path, measurement: Measurement) -> None:
         file.write("\n" + json.dumps(asdict(measurement)) + "\n")
 
 
-def adopt(results: Path, decision: Decision, asked: Setting, circumstances: Circumstances) -> None:
+def adopt(results: Path, decision: Decision, asked: Setting, here: Circumstances) -> None:
     """Writes ``winner.json``: from now on servers that would start with the asked flags use the adopted ones
     (the asked ones themselves, where nothing could be measured)."""
     adopted = decision.adopted
     path = results / FOLDER / "winner.json"
     facts = {
-        "asked": list(asked.flags),
         "flags": list(adopted.flags if adopted else asked.flags),
         "name": adopted.name if adopted else asked.name,
         "tok_s": adopted.tok_s if adopted else None,
         "asked_tok_s": decision.asked.tok_s if decision.asked else None,
-        "circumstances": asdict(circumstances),
+        "circumstances": asdict(here),
         "reason": decision.reason,
         "proposals": list(decision.proposals),
     }
@@ -200,15 +238,16 @@ def adopted_flags(
     config: settings.Config, results: Path, hardware: str | None, model_identity: str
 ) -> tuple[str, ...] | None:
     """The tuned flags that stand in for the configured ones; None where nothing was tuned for those flags,
-    this hardware of a slot (None: any) and this model. Another version of the engine keeps them: tune again after
-    a change of it."""
+    this hardware of a slot (None: any) and this model with its numerics. Another version of the engine and another
+    load keep them: tune again after a change of those."""
     path = results / FOLDER / "winner.json"
     if not path.exists():
         return None
     winner = json.loads(path.read_text(encoding="utf-8"))
-    if tuple(winner["asked"]) != settings.server_flags(config).words:
-        return None
-    where = winner["circumstances"]
-    if where["model"] != model_identity or hardware not in (None, where["gpu"]):
-        return None
-    return tuple(winner["flags"])
+    there = _circumstances(winner["circumstances"])
+    here = circumstances(config, there.engine, there.version, hardware or there.gpu, model_identity)
+    return tuple(winner["flags"]) if replace(here, load=there.load) == there else None
+
+
+def _circumstances(value: dict[str, Any]) -> Circumstances:
+    return Circumstances(**{**value, "asked": tuple(value.get("asked", ()))})

@@ -41,8 +41,10 @@ import requests
 from draftmill.aside import write_aside
 from draftmill.engines import Completion, Facts, Launch, Refused, ServerSpec, Transient
 from draftmill.errors import UserError
+from draftmill.server_flags import read_flags
 
 COMMAND_VARIABLE = "DRAFTMILL_SGLANG_COMMAND"
+MAX_RUNNING_FLAG = "--max-running-requests"
 ADAPTER = "target"  # the name under which the run's one LoRA adapter is loaded and asked for
 HELP_TIMEOUT_S = 300  # importing SGLang for its --help takes 6 s warm, more from a cold disk
 REPLY_TIMEOUT_S = (3, 30)  # connect, read: for facts and metrics
@@ -104,6 +106,15 @@ LAST_ERROR = re.compile(r"^(?:\[[^\]]*\] )?((?:[\w.]+\.)?\w*(?:Error|Exception):
 LOST = re.compile(r"address already in use|Initialization failed|Scheduler hit an exception|SIGQUIT received")
 
 
+def slot_flags(gpus: int, capacity: int | None, asked: Sequence[str]) -> tuple[str, ...]:
+    """The flags that a server's GPUs and operation.server.capacity add to those asked."""
+    flags = read_flags(asked)
+    # who asks for pipeline or data parallelism divides the GPUs by himself
+    parallel = ("--tp-size", str(gpus)) if gpus > 1 and flags.dp == flags.pp == flags.tp == 1 else ()
+    limit = (MAX_RUNNING_FLAG, str(capacity)) if capacity is not None and flags.max_running is None else ()
+    return *parallel, *limit
+
+
 class SGLang:
     """The engine this project exists for."""
 
@@ -163,10 +174,7 @@ class SGLang:
             environment["OMP_NUM_THREADS"] = str(spec.threads)
         flags = ["--model-path", spec.model_path, "--host", "127.0.0.1", "--port", str(port)]
         flags += ["--enable-metrics", "--context-length", str(spec.context_length)]
-        if len(spec.gpus) > 1 and not asked & {"--dp-size", "--pp-size"}:  # then the user divides the GPUs
-            flags += ["--tp-size", str(len(spec.gpus))]
-        if spec.capacity is not None and "--max-running-requests" not in asked:
-            flags += ["--max-running-requests", str(spec.capacity)]
+        flags += slot_flags(len(spec.gpus), spec.capacity, spec.flags)
         known = known_flags(environment)
         if "--log-level-http" in known and "--log-level-http" not in asked:
             flags += ["--log-level-http", "warning"]  # no line for each look at the metrics
