@@ -13,8 +13,8 @@ if str(SCRIPTS) not in sys.path:
 from draftmill import config as configuration
 from draftmill import prompts as prompt_files
 from draftmill.errors import UserError
-from draftmill import snakemake_lock, snakemake_pool, snakemake_preemption
-from draftmill import snakemake_step, snakemake_wait
+from draftmill import snakemake_cancel, snakemake_lock, snakemake_pool
+from draftmill import snakemake_preemption, snakemake_step, snakemake_wait
 from draftmill.fleet import processes
 
 try:
@@ -52,6 +52,7 @@ if not workflow.subprocess_exec:
     snakemake_lock.make_reentrant()
     snakemake_wait.look_often()
     snakemake_preemption.let_end()
+    snakemake_cancel.find_all()
 
 
 wildcard_constraints:
