@@ -68,7 +68,7 @@ def run(tmp_path: Path) -> Iterator[Run]:
         standin=HYBRID,
     )
     made.environment["PATH"] = f"{tools}:{made.env()['PATH']}"
-    made.prompts(harness.conversations(1200))
+    made.prompts(harness.conversations(1800))
     yield made
     made.stop_all()
 
@@ -122,6 +122,7 @@ def test_a_run_with_auto_measures_on_its_own_first_turns_and_goes_on_with_what_w
 
 
 def test_a_second_tune_goes_on_where_the_first_stopped(run: Run) -> None:
+    run.prompts(harness.conversations(4000))
     run.configure(harness.over(run.settings, {"operation": {"tune": {"budget_s": 1}}}))
     assert run.finish("tune", timeout_s=PATIENCE_S, leases=2) == 0, run.log().read_text()[-3000:]
     first = measurements(run)

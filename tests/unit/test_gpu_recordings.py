@@ -3,17 +3,20 @@
 import gzip
 import json
 import math
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from draftmill import tuner, tuning
 from draftmill.architecture import read_architecture
 from draftmill.bottleneck import Engine, Verdict, diagnose
 from draftmill.capacity import Workload, capacity
 from draftmill.gpus import GPUS
 from draftmill.server_flags import dialect_of_version, read_flags
 from draftmill.telemetry import Sample
+from draftmill.tuning import Measurement, Setting
 
 RECORDINGS = Path(__file__).parents[1] / "recordings"
 TUNING, FLEET = RECORDINGS / "h200-tuning", RECORDINGS / "h200-fleet"
@@ -106,25 +109,58 @@ def test_what_is_left_to_gain_does_not_hang_on_the_verdict(name: str) -> None:
     assert advice.gain == pytest.approx(1.15, abs=0.05)
 
 
-def test_the_tuner_side_by_side_agrees_with_the_tuner_on_one_gpu() -> None:
-    """Winner, verdicts, and the gain within twice its standard error."""
-    found = []
-    for way in ("beside", "alone"):
-        lines = (FLEET / f"{way}-measurements.jsonl").read_text().splitlines()
-        asked, other = sorted(map(json.loads, lines), key=lambda one: one["expected_gain"])
-        gain = other["tok_s"] / asked["tok_s"]
-        error = gain * math.hypot(*(one["error"] / one["tok_s"] for one in (asked, other)))
-        found.append((gain, error, other["flags"], asked["verdict"], other["verdict"]))
-    (beside, beside_error, *what), (alone, alone_error, *same) = found
-    assert what == same
-    assert min(beside, alone) > 2
-    assert abs(beside - alone) <= 2 * math.hypot(beside_error, alone_error)
+def measured(way: str, folder: Path) -> list[Measurement]:
+    """What the tuner wrote down, in the order of its settings."""
+    (folder / way / "tuning").mkdir(parents=True)
+    shutil.copy(FLEET / f"{way}-measurements.jsonl", folder / way / "tuning" / "measurements.jsonl")
+    return tuning.read_measurements(folder / way)
+
+
+def test_the_tuner_side_by_side_agrees_with_the_tuner_on_one_gpu(tmp_path: Path) -> None:
+    """The same settings in the same order, the same winner, each rate and gain within twice their standard error."""
+    beside, alone = measured("beside", tmp_path), measured("alone", tmp_path)
+    asked = Setting("as asked", (), 1.0)
+    assert [m.flags for m in beside[:3]] == [m.flags for m in alone] and alone[0].of(asked)
+    winners = [tuning.decide(found, asked).adopted for found in (beside, alone)]
+    assert winners[0] is not None and winners[1] is not None
+    assert winners[0].flags == winners[1].flags == tuple(DELAYED.split())
+    for one, same in zip(beside, alone, strict=False):
+        assert abs(one.tok_s - same.tok_s) <= 2 * math.hypot(one.error, same.error), one.name
+        gains = [m.tok_s / base.tok_s for m, base in ((one, beside[0]), (same, alone[0]))]
+        errors = [
+            m.tok_s / base.tok_s * math.hypot(m.error / m.tok_s, base.error / base.tok_s)
+            for m, base in ((one, beside[0]), (same, alone[0]))
+        ]
+        assert abs(gains[0] - gains[1]) <= 2 * math.hypot(*errors), one.name
+
+
+@pytest.mark.parametrize(
+    ("way", "names"),
+    [
+        ("beside", ["default", "delayed-464", "delayed", "chunk"]),
+        ("alone", ["default", "delayed-464", "delayed"]),
+    ],
+)
+def test_the_supervisors_telemetry_tells_the_rates_that_the_tuner_measured(
+    tmp_path: Path, way: str, names: list[str]
+) -> None:
+    """Another reader of the same counters, once a second, too."""
+    for name, found in zip(names, measured(way, tmp_path), strict=True):
+        window = [s for s in recorded(f"{way}-{name}", FLEET) if s.t <= found.measured_at]
+        mean, error = tuning.mean_and_error(tuner._rates(window, found.measured_at - found.seconds))
+        assert mean == pytest.approx(found.tok_s, rel=0.03)
+        assert error == pytest.approx(found.error, rel=0.7)
 
 
 def test_a_server_on_a_fresh_machine_is_slow_until_its_slots_were_filled_anew() -> None:
     """So the tuner waits for that: no other server ran beside this one, whose kernels were compiled for the first time."""
     assert rate("cold-default", FLEET, 0, 20) < 0.9 * rate("cold-default", FLEET, 30, 30)
     assert rate("alone-default", FLEET, 0, 20) > 0.95 * rate("alone-default", FLEET, 20, 40)
+
+
+def test_a_server_is_slow_while_its_neighbour_starts_and_fills_its_slots(tmp_path: Path) -> None:
+    """So the tuner takes no rate then."""
+    assert rate("beside-default", FLEET, 0, 100) < 0.85 * measured("beside", tmp_path)[0].tok_s
 
 
 def test_the_tuner_more_than_doubled_the_default() -> None:
