@@ -84,6 +84,8 @@ def kinds(given: Answer, **policy: Any) -> list[str]:
         (answer(prose(60), ""), ["abort"]),
         (answer(" \n "), ["empty", "too_few_supervised"]),
         (answer("\u200b\ufe0f\u2800"), ["empty", "too_few_supervised"]),
+        (answer("<think>"), ["empty", "too_few_supervised"]),
+        (answer("", opened=True), ["empty", "too_few_supervised"]),
         (answer("Yes."), ["too_few_supervised"]),
         (answer(prose(60), "length", opened=True), ["reasoning_unfinished", "truncated"]),
         (answer(prose(60), opened=True), ["answer_in_reasoning"]),

@@ -81,7 +81,7 @@ def _noticed(answer: Answer, policy: Mapping[str, Any]) -> Iterable[tuple[str, s
         yield "reasoning_unfinished", f"{tokens} tokens of reasoning and no end of it"
     if answer.reasoning.strip() and blank and ended:
         yield "answer_in_reasoning", "the model stopped by itself with everything inside the reasoning"
-    elif blank and state is not State.UNFINISHED:
+    elif blank and (ended or state is not State.UNFINISHED):
         yield "empty", "nothing that can be seen" if answer.content else "no text"
     if state is State.BROKEN:
         yield "reasoning_broken", "reasoning tags that do not pair up"
