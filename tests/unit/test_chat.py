@@ -41,6 +41,14 @@ def test_json_stands_as_it_is_written() -> None:
     assert json.loads(render("{{ tools | tojson(indent=2) }}", tools=tools)) == tools
 
 
+def test_json_takes_the_arguments_that_transformers_takes() -> None:
+    tools = [{"z": "ö", "a": 2}]
+    assert render("{{ tools | tojson(separators=(',', ':')) }}", tools=tools) == '[{"z":"ö","a":2}]'
+    assert render("{{ tools | tojson(sort_keys=true) }}", tools=tools) == '[{"a": 2, "z": "ö"}]'
+    assert render("{{ tools | tojson(true) }}", tools=tools) == '[{"z": "\\u00f6", "a": 2}]'
+    assert render("{{ tools | tojson(false, 1) }}", tools=tools) == '[\n {\n  "z": "ö",\n  "a": 2\n }\n]'
+
+
 def test_no_tools_are_none_for_the_template() -> None:
     assert render("{{ tools is none }}") == render("{{ tools is none }}", tools=[]) == "True"
 
