@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from draftmill import prompts
 from draftmill.conversations import RowRefused, normalise
 from draftmill.errors import UserError
-from draftmill.prompts import Row, Unreadable, find_sources, read_rows
+from draftmill.prompts import Row, Unreadable, find_sources, read_rows, watched
 
 CASES = Path(__file__).parents[1] / "cases"
 
@@ -289,6 +289,11 @@ def test_globs_packages_shares_and_names(tmp_path: Path, monkeypatch: pytest.Mon
         ("b.jsonl", 1.0),
         ("math", 0.5),
         ("package:some_prompts/data.jsonl", 1.0),
+    ]
+    assert watched([{"path": "*.jsonl"}, "x.csv", "package:some_prompts/data.jsonl"]) == [
+        "a.jsonl",
+        "b.jsonl",
+        "x.csv",
     ]
     assert [s.name for s in find_sources([{"path": "*.jsonl", "name": "all"}])] == [
         "all/a.jsonl",

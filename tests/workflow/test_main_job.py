@@ -269,6 +269,23 @@ def test_an_empty_prompt_set(tmp_path: Path) -> None:
     assert done.returncode == 1 and "skipped.parquet" in done.stderr
 
 
+def test_a_changed_benchmark_file_leaves_other_prompts_out(tmp_path: Path) -> None:
+    project = Project.make(tmp_path / "project")
+    benchmark = project.folder / "benchmark.jsonl"
+    benchmark.write_text('{"prompt": "What do bees make?"}\n')
+    project.configure({"prompts": {"decontaminate": {"files": ["benchmark.jsonl"], "ngram": 3}}})
+    for contaminated in (1, 2):
+        done = project.snakemake("results/prompts.json")
+        assert done.returncode == 0, done.stderr
+        assert json.loads((project.results / "prompts.json").read_text())["contaminated"] == contaminated
+        assert (
+            "Nothing to be done"
+            in (done := project.snakemake("-n", "results/prompts.json")).stdout + done.stderr
+        )
+        with benchmark.open("a") as rows_:
+            rows_.write('{"prompt": "Who wrote Hamlet?"}\n')
+
+
 def test_results_may_lie_behind_a_link(tmp_path: Path) -> None:
     project = Project.make(tmp_path / "project")
     project.prompts([{"id": "q{0}", "prompt": "Name a colour."}])

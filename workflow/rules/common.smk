@@ -22,14 +22,11 @@ try:
     for warning in configuration.check(settings, None, None):
         if not workflow.subprocess_exec:
             logger.warning(warning)
-    # A file inside an installed package is no input: it changes only with the environment.
-    named = [
-        entry if isinstance(entry, str) else entry["path"]
-        for entry in settings["prompts"]["files"]
-    ]
-    watched = [name for name in named if not name.startswith("package:")]
-    local_prompts = [str(source.path) for source in prompt_files.find_sources(watched)]
-    for place in (str(Path.cwd()), *local_prompts):
+    local_prompts = prompt_files.watched(settings["prompts"]["files"])
+    local_benchmarks = prompt_files.watched(
+        settings["prompts"]["decontaminate"]["files"]
+    )
+    for place in (str(Path.cwd()), *local_prompts, *local_benchmarks):
         if "{" in place or "}" in place:
             raise UserError(
                 f"Snakemake takes the braces in {place} for a wildcard; use a name without them."

@@ -5,6 +5,7 @@ rule shard_prompts:
     """Reads, checks, deduplicates, decontaminates and tokenises all prompts; nothing is left out unnamed."""
     input:
         files=local_prompts,
+        benchmarks=local_benchmarks,
         model=rules.fetch_model.output,
     output:
         shards=scatter.shards("results/shards/{scatteritem}.parquet"),

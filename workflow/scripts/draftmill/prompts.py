@@ -97,6 +97,12 @@ def find_sources(files: Sequence[str | Mapping[str, Any]]) -> list[Source]:
     return list(sources.values())
 
 
+def watched(files: Sequence[str | Mapping[str, Any]]) -> list[str]:
+    """The paths that ``files`` name but for those in an installed package, which change with the environment only."""
+    paths = [entry if isinstance(entry, str) else str(entry["path"]) for entry in files]
+    return [str(source.path) for source in find_sources([p for p in paths if not p.startswith("package:")])]
+
+
 def _expand(wanted: str) -> list[tuple[str, Path]]:
     """(name to show, path) of every file that ``wanted`` stands for, in order of name."""
     prefix, root = "", ""
