@@ -288,12 +288,13 @@ def test_an_empty_shard_and_an_empty_run(tmp_path: Path) -> None:
 # --- settling, as a law
 
 
-def judged(rows: list[tuple[str, int, bool]]) -> Batch:
-    """A batch of (conversation, turn, rejected by itself)."""
+def judged(rows: list[tuple[str, int, bool]], digests: list[bytes | None] | None = None) -> Batch:
+    """A batch of (conversation, turn, rejected by itself), and the digest of each answer."""
     columns: dict[str, list[Any]] = {name: [None] * len(rows) for name in JUDGED.names}
     columns["id"] = [f"{name}_gen{turn}" for name, turn, _ in rows]
     columns["turn_index"] = [turn for _, turn, _ in rows]
     columns["reason"] = ["loop" if bad else None for *_, bad in rows]
+    columns["digest"] = digests or columns["digest"]
     table = pa.table(
         {name: pa.array(columns[name], JUDGED.field(name).type) for name in JUDGED.names}, schema=JUDGED
     )
@@ -329,6 +330,13 @@ def test_turns_after_a_rejected_one_are_rejected_and_nothing_else(
         earlier = any(conversations[name][:turn])
         assert fault is None
         assert reason == ("earlier_turn_rejected" if earlier else "loop" if bad else None)
+
+
+def test_an_answer_behind_a_rejected_turn_makes_no_duplicate() -> None:
+    rows = [("a", 0, False), ("b", 0, False), ("b", 1, False), ("c", 0, False), ("d", 0, False)]
+    batch = judged(rows, [b"S", b"S", b"X", b"X", b"X"])
+    (settled,) = settle(iter([batch]), "reject")
+    assert settled.reasons == [None, "duplicate_answer", "earlier_turn_rejected", None, "duplicate_answer"]
 
 
 def test_judging_takes_an_empty_table(tmp_path: Path) -> None:

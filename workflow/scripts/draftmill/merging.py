@@ -334,13 +334,15 @@ def _compare(batch: Batch, chains: Chains, answers: set[bytes], duplicate_policy
         stem = _stem(row_id, turn)
         if not stem.endswith("_gen") or stem == row_id:
             batch.faults[at] = f"its id does not end in _gen{turn}"
+        chain = chains.setdefault(stem, {})
         if digest is not None and batch.reasons[at] is None:
             batch.duplicates[at] = digest in answers
-            answers.add(digest)
+            if not any(rejected for earlier, rejected in chain.items() if earlier < turn):
+                answers.add(digest)  # else this row will be rejected too, and stands for no answer
             if batch.duplicates[at] and duplicate_policy in (REJECT, RETRY_LONGER):
                 batch.reasons[at] = DUPLICATE
                 batch.details[at] = "the same answer stands in an earlier row"
-        chains.setdefault(stem, {})[turn] = batch.reasons[at] is not None
+        chain[turn] = batch.reasons[at] is not None
 
 
 def _settled(batch: Batch, open_rows: set[int], chains: Chains, last: str | None) -> bool:
