@@ -259,6 +259,14 @@ def test_shares_are_decided_by_hash(shard: Shard, tmp_path: Path) -> None:
     assert shard({"path": str(path), "share": 0.2}, seed=1).rows.keys() != small.rows.keys()
 
 
+def test_a_limit_counts_left_out_rows_up_to_it(shard: Shard, tmp_path: Path) -> None:
+    path = tmp_path / "half.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in many(900)))
+    result = shard({"path": str(path), "share": 0.5, "name": "part"}, limit=100)
+    last = max(row["row"] for row in result.rows.values())
+    assert result.summary["notes"]["left_out_by_share"] == last + 1 - 100
+
+
 def test_thinking_follows_the_template_where_nothing_is_asked(shard: Shard) -> None:
     on, off = shard(asks("a"), template=THINKING), shard(asks("a"), template=THINKING, thinking=False)
     assert on.rows["r0"]["thinking"] and not off.rows["r0"]["thinking"]

@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
     prompts = {"carry": [], "system_prompt": None, "turns": args.turns}
     account = _Account()
     with tempfile.TemporaryFile("w+", encoding="ascii") as skipped:
-        for row in read_conversations(prompts, 0, find_sources(args.files), account.notes):
+        for row in read_conversations(prompts, 0, find_sources(args.files)):
             account.counts["rows_in"] += 1
             if isinstance(row, Candidate):
                 account.counts["usable"] += 1

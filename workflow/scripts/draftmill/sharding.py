@@ -79,6 +79,7 @@ BATCH_CHARACTERS = 4 << 20
 WORTH_A_POOL_BYTES = 4 << 20
 MOST_WORKERS = 12  # reading and normalising feeds no more
 CONTROL_TOKENS = "control_tokens_in_text"
+LEFT_OUT = "left_out_by_share"
 LONGEST_TOKEN = 32  # bytes; a prompt whose tokens are longer on average is no text
 
 
@@ -150,11 +151,11 @@ def shard_of(content_hash: str, shards: int) -> int:
 
 
 def read_conversations(
-    prompts: Mapping[str, Any], seed: int, sources: Iterable[Source], notes: Counter[str]
+    prompts: Mapping[str, Any], seed: int, sources: Iterable[Source]
 ) -> Iterator[Candidate | Skip]:
-    """Every row of ``sources`` that is asked for, in order: a conversation, or why it is none.
+    """Every row of ``sources``, in order: a conversation, or why it is none.
 
-    Exact duplicates come out as Skip with the reason ``duplicate``; ``notes`` counts rows left out by a share.
+    Exact duplicates come out as Skip with the reason ``duplicate``, rows that a share leaves out with LEFT_OUT.
     """
     carry: Sequence[str] = prompts["carry"]
     system = _system_prompts(prompts["system_prompt"])
@@ -183,7 +184,7 @@ def read_conversations(
                 )
                 continue
             if source.share < 1 and fraction(seed, "share", content_hash) >= source.share:
-                notes["left_out_by_share"] += 1
+                yield Skip(source.name, found.number, identity, LEFT_OUT, "its source's share leaves it out")
                 continue
             first = seen.setdefault(bytes.fromhex(content_hash), (source.name, found.number))
             if first != (source.name, found.number):
@@ -479,7 +480,7 @@ def _shard_prompts(
     accounts = Accounts()
     for source in sources:
         accounts.sources[source.name] = Counter()
-    found = read_conversations(prompts, config["seed"], sources, accounts.notes)
+    found = read_conversations(prompts, config["seed"], sources)
     lengths: list[int] = []
     turns = 0
     with tempfile.TemporaryFile(dir=shards[0].parent) as file, replacing(skipped) as aside:
@@ -489,6 +490,9 @@ def _shard_prompts(
             closing(prepare_all(found, preparer, parallel)) as prepared_rows,
         ):
             for row in prepared_rows:
+                if isinstance(row, Skip) and row.reason == LEFT_OUT:
+                    accounts.notes[LEFT_OUT] += 1
+                    continue
                 if isinstance(row, Skip):
                     what = {"duplicate": "duplicates", "contaminated": "contaminated"}.get(
                         row.reason, "skipped"
