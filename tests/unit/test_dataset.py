@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import zipfile
 from collections import Counter
@@ -16,6 +17,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.generated_rows import PROSE, Run
+from tests.unit.test_aside import ended_pid
 
 from draftmill.dataset import dataset, in_validation
 from draftmill.merging import merge
@@ -292,6 +294,17 @@ def test_what_is_not_asked_for_any_more_goes_away_and_foreign_files_stay(tmp_pat
         "train.jsonl",
         "notes.txt",
     }
+
+
+def test_what_a_killed_export_left_goes_away(tmp_path: Path) -> None:
+    run = thinking_run(tmp_path)
+    ended = ended_pid()
+    for pid in (ended, os.getpid()):
+        (run.folder / "drafter" / f".aside-{pid}").mkdir(parents=True)
+    for name in ("merged.parquet", "rejected.parquet", "validation.json"):
+        (run.folder / f".{name}.{ended}").write_text("half")
+    Exported(run)
+    assert not [path for path in run.folder.rglob(".*") if path.name.startswith(".")]
 
 
 def test_the_same_input_gives_the_same_bytes(tmp_path: Path) -> None:

@@ -13,8 +13,10 @@ from hypothesis import given
 from hypothesis import settings as examples
 from hypothesis import strategies as st
 from tests.frozen_model import PLAIN, THINKING, freeze
+from tests.unit.test_aside import ended_pid
 
 from draftmill import config as settings
+from draftmill import partial, science
 from draftmill.chat import ChatTemplate
 from draftmill.errors import UserError
 from draftmill.generation import Shard, Turn, Walk
@@ -412,6 +414,19 @@ def test_a_partial_table_holds_what_is_settled(tmp_path: Path) -> None:
     assert (
         bench.write("partial.parquet", partial=True).read_bytes() == bench.write("whole.parquet").read_bytes()
     )
+
+
+def test_a_killed_partial_does_not_stand_in_the_way(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, [talk("a", "one")])
+    science.record(bench.config, tmp_path)
+    (tmp_path / "partial" / f".aside-{ended_pid()}").mkdir(parents=True)
+    (tmp_path / f".partial-x-{ended_pid()}").mkdir()
+    with pytest.raises(UserError, match="No turn is finished yet"):
+        partial.write(tmp_path, tmp_path / "partial")
+    assert not list(tmp_path.glob(".partial-*"))
+    (tmp_path / "partial" / "notes.txt").write_text("mine")
+    with pytest.raises(UserError, match="holds something else"):
+        partial.write(tmp_path, tmp_path / "partial")
 
 
 # --- the law: resumed or not, the same table, and nothing asked twice

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import glob
 import os
+import re
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +20,21 @@ def replacing(path: Path) -> Iterator[Path]:
         aside.replace(path)
     finally:
         aside.unlink(missing_ok=True)
+
+
+def remove_leftovers(folder: Path, prefix: str) -> None:
+    """Removes what killed processes left aside in ``folder``: files and folders named ``prefix``…PID.
+
+    Only for names that one process at a time writes: another machine's process would count as ended.
+    """
+    for path in folder.glob(glob.escape(prefix) + "*"):
+        pid = re.fullmatch(r".*[.-](\d+)", path.name)
+        if pid is None or (int(pid[1]) != os.getpid() and Path("/proc", pid[1]).exists()):
+            continue
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
 
 
 def write_aside(path: Path, content: str | bytes) -> None:

@@ -19,6 +19,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from draftmill.aside import remove_leftovers
 from draftmill.card import Contents, card
 from draftmill.exports import lines
 from draftmill.exports.arrow import SavedDataset
@@ -59,6 +60,7 @@ def dataset(
     """
     settings = config["dataset"]
     aside = out_folder / f".aside-{os.getpid()}"
+    remove_leftovers(out_folder, ".aside-")
     aside.mkdir(parents=True)
     try:
         contents = _export(settings, int(config["seed"]), merged, aside)

@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 
 from draftmill import config as settings
 from draftmill.answers import Answer, AnswerReader
-from draftmill.aside import replacing
+from draftmill.aside import remove_leftovers, replacing
 from draftmill.chat import ChatTemplate, TemplateRefused
 from draftmill.errors import UserError
 from draftmill.journal import Journal
@@ -261,6 +261,7 @@ class Shard:
         Every turn must be in the journal, unless ``partial``: then the settled ones are written.
         """
         count = text = 0
+        remove_leftovers(path.parent, f".{path.name}.")
         with replacing(path) as aside, pq.ParquetWriter(aside, GENERATED, compression="zstd") as writer:
             group: list[dict[str, Any]] = []
             for facts in self._sorted_facts(rows, journal, partial):

@@ -27,6 +27,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from draftmill.aside import remove_leftovers
 from draftmill.errors import UserError
 from draftmill.exports.tables import ParquetFile
 from draftmill.judging import Judge, read_table, write_table
@@ -72,9 +73,10 @@ def merge(
     prompts = json.loads(prompts_summary.read_text(encoding="utf-8"))
     policy = config["validation"]
     accounts = Accounts([path.stem for path in generated], str(policy[DUPLICATE]))
-    aside = {path: path.with_name(f".{path.name}.{os.getpid()}.tmp") for path in (merged, rejected, summary)}
+    aside = {path: path.with_name(f".{path.name}.{os.getpid()}") for path in (merged, rejected, summary)}
     for path in aside:
         path.parent.mkdir(parents=True, exist_ok=True)
+        remove_leftovers(path.parent, f".{path.name}.")
     try:
         with ExitStack() as stack:
             accepted_file = stack.enter_context(closing(ParquetFile(aside[merged], MERGED)))

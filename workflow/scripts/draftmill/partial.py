@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shutil
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
+from draftmill.aside import remove_leftovers
 from draftmill.dataset import dataset
 from draftmill.errors import UserError
 from draftmill.generation import Shard
@@ -41,14 +44,15 @@ def write(results: Path, out: Path) -> tuple[int, int]:
         raise UserError(
             f"{results} holds no shards yet; a partial dataset needs a run that has begun to generate."
         )
-    if out.exists() and not (out / "train.parquet").exists() and (out.is_file() or any(out.iterdir())):
+    if out.is_file() or (out.exists() and not (out / "train.parquet").exists() and any(_others(out))):
         raise UserError(
             f"{out} holds something else; name a new folder, or that of an earlier partial dataset."
         )
     config = recorded(results)
     shard = Shard(config, results / "model")
     journal = Journal(results / "journal")
-    with tempfile.TemporaryDirectory(dir=results, prefix=".partial-") as scratch:
+    remove_leftovers(results, ".partial-")
+    with tempfile.TemporaryDirectory(dir=results, prefix=".partial-", suffix=f"-{os.getpid()}") as scratch:
         folder = Path(scratch)
         tables = []
         done = 0
@@ -72,3 +76,8 @@ def write(results: Path, out: Path) -> tuple[int, int]:
         shutil.copy(verdicts, out / "validation.json")
     journal.close()
     return done, total
+
+
+def _others(folder: Path) -> Iterator[Path]:
+    """What lies in ``folder``, but for what a killed `partial` left there."""
+    return (path for path in folder.iterdir() if not path.name.startswith(".aside-"))

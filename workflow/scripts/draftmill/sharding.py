@@ -39,7 +39,7 @@ from typing import Any, BinaryIO
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from draftmill.aside import replacing
+from draftmill.aside import remove_leftovers, replacing
 from draftmill.chat import ChatTemplate, TemplateRefused
 from draftmill.contamination import Benchmarks, incomplete, load_items
 from draftmill.conversations import COLUMNS, Conversation, RowRefused, normalise, row_id
@@ -562,8 +562,9 @@ def _size(path: Path) -> int:
 
 
 def _remove_stale(shards: Sequence[Path]) -> None:
-    """Removes shard files of another shard count, which nothing must ever read again."""
+    """Removes shard files of another shard count, which nothing must ever read again, and half written ones."""
     for folder in {path.parent for path in shards}:
+        remove_leftovers(folder, ".")
         for path in folder.glob("*-of-*.parquet"):
             if path not in shards and re.fullmatch(r"\d+-of-\d+", path.stem):
                 path.unlink(missing_ok=True)
