@@ -327,6 +327,13 @@ def test_a_template_file_that_cannot_be_read_is_a_sentence(
         model.freeze(block(chat_template=str(own)), tiny, tmp_path / "out")
 
 
+def test_a_template_that_is_no_jinja_is_a_sentence(tiny: Path, tmp_path: Path) -> None:
+    own = tmp_path / "own.jinja"
+    own.write_text("{% if %}")
+    with pytest.raises(UserError, match="not valid Jinja"):
+        model.freeze(block(chat_template=str(own)), tiny, tmp_path / "out")
+
+
 # --- where it lies
 
 

@@ -286,6 +286,23 @@ def test_a_changed_benchmark_file_leaves_other_prompts_out(tmp_path: Path) -> No
             rows_.write('{"prompt": "Who wrote Hamlet?"}\n')
 
 
+def test_a_corrected_chat_template_is_frozen_again(tmp_path: Path) -> None:
+    project = Project.make(tmp_path / "project")
+    project.configure({"model": {"chat_template": "own.jinja"}})
+    template, frozen = project.folder / "own.jinja", project.results / "model" / "chat_template.jinja"
+    template.write_text("{% if %}")
+    done = project.snakemake("results/prompts.json")
+    assert done.returncode == 1 and "not valid Jinja" in done.stderr
+    for text in ("{{ messages[0].content }}", "{{ messages[0].content }}!"):
+        template.write_text(text)
+        done = project.snakemake("results/prompts.json")
+        assert done.returncode == 0, done.stderr
+        assert frozen.read_text() == text
+    assert (
+        "Nothing to be done" in (done := project.snakemake("-n", "results/prompts.json")).stdout + done.stderr
+    )
+
+
 def test_results_may_lie_behind_a_link(tmp_path: Path) -> None:
     project = Project.make(tmp_path / "project")
     project.prompts([{"id": "q{0}", "prompt": "Name a colour."}])

@@ -26,7 +26,10 @@ try:
     local_benchmarks = prompt_files.watched(
         settings["prompts"]["decontaminate"]["files"]
     )
-    for place in (str(Path.cwd()), *local_prompts, *local_benchmarks):
+    own_template = settings["model"]["chat_template"]
+    local_template = [str(Path(own_template).expanduser())] if own_template else []
+    local_files = [*local_prompts, *local_benchmarks, *local_template]
+    for place in (str(Path.cwd()), *local_files):
         if "{" in place or "}" in place:
             raise UserError(
                 f"Snakemake takes the braces in {place} for a wildcard; use a name without them."

@@ -8,6 +8,8 @@ localrules:
 
 rule fetch_model:
     """Downloads the model where it is not a local folder, and freezes tokenizer, template and facts."""
+    input:
+        template=local_template,
     output:
         facts="results/model/model.json",
         tokenizer="results/model/tokenizer.json",

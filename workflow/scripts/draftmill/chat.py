@@ -75,6 +75,10 @@ class ChatTemplate:
         """Whether the template has a switch for thinking."""
         return "enable_thinking" in self.source
 
+    def check(self) -> None:
+        """UserError if the template is no valid Jinja."""
+        _ = self._compiled
+
     def render(
         self,
         messages: Sequence[dict[str, Any]],

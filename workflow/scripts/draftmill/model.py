@@ -97,6 +97,7 @@ def freeze(settings: dict[str, Any], location: Path, folder: Path) -> Model:
         raise UserError(
             f"The model at {location} has no chat template; set model.chat_template to a Jinja file."
         )
+    ChatTemplate(template, {}).check()
     (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
     # longer than the checkpoint's only with overrides (a rope scaling), checked before
     context = int(settings["context_length"] or facts["context_length"])
