@@ -281,6 +281,21 @@ def test_another_model_has_another_identity(tiny: Path, tmp_path: Path, what: st
     assert identity(tiny, tmp_path / "out", revision=revision) != before
 
 
+def test_an_adapter_trained_anew_is_another_model(tiny: Path, tmp_path: Path) -> None:
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    before = identity(tiny, tmp_path / "out")
+    assert identity(tiny, tmp_path / "out", adapters=["org/elsewhere"]) == before
+    found = {before}
+    for name in ("adapter_config.json", "adapter_model.safetensors", "adapter_model.safetensors"):
+        (adapter / name).write_text(f"weights {len(found)}")
+        found.add(identity(tiny, tmp_path / "out", adapters=[str(adapter)]))
+    assert len(found) == 4
+    (adapter / "trainer_state.json").write_text("{}")
+    assert identity(tiny, tmp_path / "out", adapters=[str(adapter)]) in found
+    assert identity(tiny, tmp_path / "out") == before
+
+
 # --- what goes wrong
 
 

@@ -303,6 +303,21 @@ def test_a_corrected_chat_template_is_frozen_again(tmp_path: Path) -> None:
     )
 
 
+def test_an_adapter_trained_anew_freezes_the_model_again(tmp_path: Path) -> None:
+    project = Project.make(tmp_path / "project")
+    weights = project.folder / "adapter" / "adapter_model.safetensors"
+    weights.parent.mkdir()
+    project.configure({"model": {"adapters": ["adapter"]}})
+    facts = project.results / "model" / "model.json"
+    identities = set()
+    for text in ("old", "new"):
+        weights.write_text(text)
+        done = project.snakemake("results/prompts.json")
+        assert done.returncode == 0, done.stderr
+        identities.add(json.loads(facts.read_text())["identity"])
+    assert len(identities) == 2
+
+
 def test_results_may_lie_behind_a_link(tmp_path: Path) -> None:
     project = Project.make(tmp_path / "project")
     project.prompts([{"id": "q{0}", "prompt": "Name a colour."}])

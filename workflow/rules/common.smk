@@ -28,7 +28,10 @@ try:
     )
     own_template = settings["model"]["chat_template"]
     local_template = [str(Path(own_template).expanduser())] if own_template else []
-    local_files = [*local_prompts, *local_benchmarks, *local_template]
+    local_adapter = [
+        str(path) for path in configuration.adapter_files(settings["model"]["adapters"])
+    ]
+    local_files = [*local_prompts, *local_benchmarks, *local_template, *local_adapter]
     for place in (str(Path.cwd()), *local_files):
         if "{" in place or "}" in place:
             raise UserError(

@@ -10,6 +10,7 @@ rule fetch_model:
     """Downloads the model where it is not a local folder, and freezes tokenizer, template and facts."""
     input:
         template=local_template,
+        adapter=local_adapter,
     output:
         facts="results/model/model.json",
         tokenizer="results/model/tokenizer.json",

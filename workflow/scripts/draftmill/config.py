@@ -11,7 +11,7 @@ import json
 import math
 import re
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date
 from functools import cache
@@ -584,6 +584,12 @@ def is_hub_id(path: str) -> bool:
     return re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", path) is not None and not path.endswith(
         ".gguf"
     )
+
+
+def adapter_files(adapters: Sequence[str]) -> list[Path]:
+    """The files of the adapters that lie on this machine."""
+    names = ("adapter_config.json", "*.safetensors", "adapter_model.bin")
+    return sorted(path for a in adapters for name in names for path in Path(a).expanduser().glob(name))
 
 
 def science(config: Config) -> Config:

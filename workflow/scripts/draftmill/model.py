@@ -2,7 +2,8 @@
 
 Freezing happens once, before any GPU is leased: tokenizer, chat template and the facts that every
 later step needs are copied, so that nothing reads the weights' folder again. The identity names the
-model in every key: config, revision, and of the weight files names, sizes and a few blocks. Weights are never hashed whole.
+model in every key: config, revision, and of the weight files, the adapter's too, names, sizes and a few blocks. Weights are
+never hashed whole.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 from draftmill.chat import ChatTemplate
-from draftmill.config import is_hub_id
+from draftmill.config import adapter_files, is_hub_id
 from draftmill.errors import UserError
 from draftmill.tokens import Tokenizer
 
@@ -92,6 +93,8 @@ def freeze(settings: dict[str, Any], location: Path, folder: Path) -> Model:
             facts["template"] = Path(own_template).expanduser().read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as fault:
             raise UserError(f"model.chat_template {own_template} cannot be read ({fault}).") from fault
+    if adapter := adapter_files(settings["adapters"]):
+        facts["identity"] = _identity(facts["identity"], adapter, None)
     template = facts.pop("template")
     if not template:
         raise UserError(
