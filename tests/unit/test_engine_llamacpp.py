@@ -127,6 +127,13 @@ def test_a_wrong_key_is_refused_everywhere(running: Running) -> None:
         running.ask(running.prompt("hi"), key="wrong")
 
 
+def test_a_proxy_never_sees_the_key(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:1")
+    monkeypatch.setenv("no_proxy", "")
+    assert ENGINE.facts(running.address, KEY) is not None
+    assert "llamacpp:" in ENGINE.metrics(running.address, KEY)
+
+
 def test_the_key_is_on_no_command_line_and_in_no_log(running: Running) -> None:
     assert not any(KEY in word for word in running.launch.argv) and KEY not in str(running.launch.env)
     assert KEY not in Path(f"/proc/{running.process.pid}/cmdline").read_text()

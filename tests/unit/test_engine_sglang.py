@@ -524,6 +524,7 @@ def test_a_server_of_somebody_else_is_not_ours(server: Server) -> None:
 
 def test_a_proxy_never_sees_the_key(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:1")
+    monkeypatch.setenv("no_proxy", "")
     assert SGLang().facts(address(server), KEY) is not None
 
 

@@ -15,6 +15,7 @@ import requests
 
 from draftmill import config as settings
 from draftmill import engines, tuning
+from draftmill.engines.asking import get
 from draftmill.engines.sglang import COMMAND_VARIABLE, known_flags
 from draftmill.errors import UserError
 from draftmill.fleet.slots import Slot, slots
@@ -99,10 +100,9 @@ def _environment(server: Mapping[str, Any]) -> dict[str, str]:
 
 def dialect(address: str, key: str) -> engines.Engine | None:
     """The adapter for a server that somebody else runs; None while it does not answer."""
-    headers = {"Authorization": f"Bearer {key}"} if key else {}
     for name, route in (("llamacpp", "/props"), ("sglang", "/get_model_info"), ("sglang", "/model_info")):
         try:
-            if requests.get(f"{address}{route}", headers=headers, timeout=10).ok:
+            if get(address, route, key, timeout_s=10).status_code == 200:
                 return engines.load(name)
         except requests.RequestException:
             return None

@@ -13,6 +13,7 @@ import requests
 
 from draftmill.config import SGLANG_SAMPLING
 from draftmill.engines import Completion, Facts, Launch, Refused, ServerSpec, Transient
+from draftmill.engines.asking import get
 from draftmill.errors import UserError
 
 SERVE = Path(__file__).with_name("llamacpp_serve.py")
@@ -84,7 +85,7 @@ class LlamaCpp:
 
     def facts(self, address: str, key: str, log: Path | None = None) -> Facts | None:
         try:
-            props = requests.get(f"{address}/props", headers=_bearer(key), timeout=10)
+            props = get(address, "/props", key, timeout_s=10)
             if not props.ok:
                 return None
             found = props.json()
@@ -99,7 +100,7 @@ class LlamaCpp:
         )
 
     def metrics(self, address: str, key: str) -> str:
-        reply = requests.get(f"{address}/metrics", headers=_bearer(key), timeout=10)
+        reply = get(address, "/metrics", key, timeout_s=10)
         reply.raise_for_status()
         return reply.text
 
@@ -150,7 +151,3 @@ class LlamaCpp:
             "bad_alloc": "out of memory; lower operation.server.capacity or model.context_length",
         }
         return next((cause for sign, cause in signs.items() if sign in log_tail), "")
-
-
-def _bearer(key: str) -> dict[str, str]:
-    return {"Authorization": f"Bearer {key}"} if key else {}

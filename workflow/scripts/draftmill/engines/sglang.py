@@ -40,6 +40,7 @@ import requests
 
 from draftmill.aside import write_aside
 from draftmill.engines import Completion, Facts, Launch, Refused, ServerSpec, Transient
+from draftmill.engines.asking import get
 from draftmill.errors import UserError
 from draftmill.server_flags import read_flags
 
@@ -47,7 +48,6 @@ COMMAND_VARIABLE = "DRAFTMILL_SGLANG_COMMAND"
 MAX_RUNNING_FLAG = "--max-running-requests"
 ADAPTER = "target"  # the name under which the run's one LoRA adapter is loaded and asked for
 HELP_TIMEOUT_S = 300  # importing SGLang for its --help takes 6 s warm, more from a cold disk
-REPLY_TIMEOUT_S = (3, 30)  # connect, read: for facts and metrics
 
 Flags = dict[str, tuple[str, ...]]  # every flag one version knows, with the values it allows (() = any)
 
@@ -191,11 +191,11 @@ class SGLang:
         UserError where neither does.
         """
         try:
-            if _get(address, "/health", key).status_code != 200:  # 503 until the warm-up has passed
+            if get(address, "/health", key).status_code != 200:  # 503 until the warm-up has passed
                 return None
-            reply = _get(address, "/server_info", key)
+            reply = get(address, "/server_info", key)
             if reply.status_code == 404:
-                reply = _get(address, "/get_server_info", key)
+                reply = get(address, "/get_server_info", key)
         except requests.RequestException:
             return None
         info = _object(reply.content)
@@ -223,7 +223,7 @@ class SGLang:
 
     def metrics(self, address: str, key: str) -> str:
         """The Prometheus text of the server; requests.RequestException when there is none."""
-        reply = _get(address, "/metrics", key)
+        reply = get(address, "/metrics", key)
         reply.raise_for_status()
         return reply.text
 
@@ -477,17 +477,6 @@ def _secret_file(path: Path, key: str) -> Path:
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
         file.write(f"api-key: {json.dumps(key)}\n")
     return path
-
-
-def _get(address: str, route: str, key: str) -> requests.Response:
-    with requests.Session() as session:
-        session.trust_env = False  # no proxy may see the key
-        return session.get(
-            address.rstrip("/") + route,
-            headers={"Authorization": f"Bearer {key}"},
-            timeout=REPLY_TIMEOUT_S,
-            allow_redirects=False,
-        )
 
 
 def _object(body: bytes) -> dict[str, Any] | None:
