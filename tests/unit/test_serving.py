@@ -1,12 +1,17 @@
 """Which server a run needs, and which one it finds."""
 
+import os
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 import pytest
+from tests.frozen_model import freeze
 
+from draftmill import config as settings
 from draftmill import serving
+from draftmill.fleet.slots import Slot
 
 KEY = "a-secret-key-of-this-test"
 
@@ -41,3 +46,18 @@ def test_a_proxy_never_sees_the_key_of_an_attached_server(
     monkeypatch.setenv("no_proxy", "")
     found = serving.dialect(address, KEY)
     assert found is not None and found.name == "sglang"
+
+
+def test_servers_share_the_cores_that_this_process_may_use(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not all cores of the machine: a Slurm job or a container may have few of them."""
+    freeze(tmp_path / "model")
+    pair = (Slot("cpu0"), Slot("cpu1"))
+    monkeypatch.setattr(serving, "slots", lambda _operation: pair)
+    monkeypatch.setattr(os, "cpu_count", lambda: 64)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: set(range(6)))
+    spec = serving.server_spec(
+        settings.resolve({"model": {"path": "none"}}), tmp_path, pair[0], {"flags": []}
+    )
+    assert spec.threads == 3

@@ -70,7 +70,7 @@ def server_spec(
         numerics=engines.load(name).numerics_flags({**config["model"], **(trial or {}).get("model", {})}),
         flags=flags,
         capacity=server["capacity"],
-        threads=server["threads"] or max(1, (os.cpu_count() or 1) // max(1, len(slots(operation)))),
+        threads=server["threads"] or max(1, len(os.sched_getaffinity(0)) // max(1, len(slots(operation)))),
         gpus=tuple(gpu.device for gpu in slot.gpus),
         env=_environment(server),
     )
