@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import socket
 import threading
+import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from draftmill.engines import Broken
-from draftmill.fleet.client import Client, Server, Task
+from draftmill.fleet.client import Client, Figures, Server, Task
 from draftmill.fleet.places import Fleet
 from draftmill.fleet.processes import Process
 
@@ -92,3 +94,49 @@ def test_a_suspect_finds_another_server_when_the_one_that_was_to_try_it_is_given
     running.join(20)
     assert not running.is_alive()
     assert asked == [("one", 1), ("one", 2), ("other", 3)]
+
+
+def test_a_lease_has_time_to_move_to_another_slot_when_the_first_is_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Python, the imports and nvidia-smi take seconds; here ten of them pass at once."""
+    monkeypatch.setenv("DRAFTMILL_RUNTIME_DIR", str(tmp_path / "run"))
+    passed = [0.0]
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + passed[0], sleep=time.sleep)
+    monkeypatch.setattr("draftmill.fleet.client.time", clock)
+    fleet = Fleet(tmp_path / "results", Process.me())
+    one = Supervisor(fleet, "one")
+    asked: list[str] = []
+    looks = threading.Semaphore(0)
+
+    def answer(what: str, server: Server, attempt: int) -> None:
+        asked.append(server.address)
+
+    def tick(_figures: Figures) -> None:
+        looks.release()
+
+    def nothing(*_: object) -> None: ...
+
+    def two_rounds() -> None:
+        """Of the client, each begun by a message."""
+        for _ in range(2):
+            while looks.acquire(blocking=False):
+                pass
+            one.stands("given_up", 1)
+            assert looks.acquire(timeout=20), "the client has gone"
+
+    asking: Client[str] = Client(
+        fleet, "1-of-1", 0.0, answer, nothing, nothing, tick, nothing, proven=True, deadline=float("inf")
+    )
+    running = threading.Thread(target=asking.run, args=([Task("a turn")],), daemon=True)
+    running.start()
+    one.accept()
+    two_rounds()
+    passed[0] = 10.0
+    two_rounds()
+    other = Supervisor(fleet, "other")
+    other.accept()
+    other.stands("ready", 1)
+    other.grant(1, alone=False)
+    running.join(20)
+    assert asked == ["other"]

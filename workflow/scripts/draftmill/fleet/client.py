@@ -44,7 +44,7 @@ LEAST_ROUND_S = 0.004  # between two rounds, so that answers that come together 
 BREAKER_AFTER = 6  # failures in a row of one server
 NO_SERVER_S = 120.0
 REVIVE_S = 5.0  # without any supervisor: the lease that would have started one again is gone too
-HOPELESS_S = 3.0  # all slots given up for so long: time enough for a lease to move to another slot
+HOPELESS_S = 30.0  # all slots given up for so long: a lease moves to another slot in 5 to 10 s
 CLOSING_S = 10.0  # before an allocation's time limit: for all processes to end by themselves
 SWITCH_INTERVAL_S = 0.05  # with 1,024 threads: 4 times the turns a second of Python's default (measured)
 
