@@ -612,3 +612,15 @@ def test_a_seed_of_chaos(model: Path, finished: Run, tmp_path: Path, seed: int) 
     finally:
         with contextlib.suppress(OSError):
             played.close(None)
+
+
+def test_a_disk_that_is_not_filled_is_no_hit(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where no small disk may be mounted; the session is no more than a second's sleep here."""
+    monkeypatch.setattr(chaos, "_small_disk", lambda _folder: None)
+    seed = chaos.Seed(1, tmp_path, model, {}, set(), prompts=[])
+    seed.hits = [chaos.Hit("disk full", "", after_s=0.0, from_first_request=False)]
+    monkeypatch.setattr(seed.run, "start", lambda *_: subprocess.Popen(["sleep", "1"]))
+    assert seed._session() == 0
+    assert seed.outcome.hits == []
