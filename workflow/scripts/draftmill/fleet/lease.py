@@ -1,7 +1,8 @@
 """One shard's lease: it keeps a slot's supervisor alive for as long as the shard runs.
 
-It writes its service file first, with its error in it if there is one, since the reader of a missing
-file learns nothing. Then it waits: for SIGTERM from Snakemake, or for Snakemake's end.
+It writes its service file first, before a driver that may be slow is asked for GPUs: Snakemake waits only so long for
+it. An error is written into it then, since the reader of a missing file learns nothing. Then it waits: for SIGTERM from
+Snakemake, or for Snakemake's end.
 """
 
 from __future__ import annotations
@@ -39,11 +40,11 @@ class Lease:
         self._locks: list[Lock] = []  # of the slot, and of slots that were given up
         self._supervisor: subprocess.Popen[bytes] | None = None
         try:
+            self.write(None)
             forget_dead_fleets()
             self.fleet = Fleet(results, processes.owner())
             self._slots = slots(config["operation"])
             self._take_free_slot()
-            self.write(None)
         except UserError as fault:
             self.write(str(fault))
             raise
@@ -59,8 +60,7 @@ class Lease:
 
     def write(self, error: str | None) -> None:
         """Writes the service file that this shard's generate job reads."""
-        facts = {"started_at": self.started_at, "slot": self.slot.name if self.slot else None, "error": error}
-        write_aside(self.service_file, json.dumps(facts))
+        write_aside(self.service_file, json.dumps({"started_at": self.started_at, "error": error}))
 
     def hold(self) -> None:
         """Returns when Snakemake asks this lease to end, or has ended itself."""
