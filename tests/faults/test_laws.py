@@ -168,6 +168,21 @@ def test_a_hung_server_is_restarted_and_a_busy_one_is_not(make: Make, finished: 
     agrees(run, finished)
 
 
+def test_a_pause_of_the_supervisor_is_no_stall_of_its_server(make: Make) -> None:
+    """SIGSTOP, as Slurm's suspension or `docker pause` do it, for longer than stall_s; the answers take longer still."""
+    slow = {"scale": 0.1, "start_s": 0.02, "lengths": {"median": 60, "mean": 61, "cap": 70, "min": 55}}
+    run = make(standin=slow, shards=1, operation={"cpu_servers": 1, "client": {"request_timeout_s": 60}})
+    run.prompts(ROWS[:3])
+    process = run.start("results/merged.parquet")
+    until(run.requests, run, process)
+    (supervisor,) = run.having("supervisor")
+    supervisor.send(signal.SIGSTOP)
+    time.sleep(7)
+    supervisor.send(signal.SIGCONT)
+    assert process.wait(PATIENCE_S) == 0, run.log().read_text()[-3000:]
+    assert run.starts() == 1
+
+
 def test_health_probes_do_not_pile_up_at_a_deaf_server(make: Make) -> None:
     run = make({"fault": "deaf", "answers": 2, "slots": ["cpu0"]}, operation={"server": {"stall_s": 6}})
     process = run.start("results/merged.parquet")

@@ -51,6 +51,7 @@ BACK_OFF_S = (1, 2, 4, 8, 16, 30, 60)
 TAIL_LINES = 15
 PORT_TAKEN = os.strerror(errno.EADDRINUSE).lower()  # in a server's log; the next start takes another block
 ATTACH_S = 30  # a server that somebody else runs is there or not
+PAUSED_S = 5.0  # between two looks at the server: this process stood still, not the server
 USELESS_AFTER = 6  # turns in a row that came to nothing: such a server is not idle, though it holds none
 OF_AN_ENGINE = (
     "engine", "version", "capacity", "model", "flags", "server_flags", "asked_capacity", "state_slots", "kv_tokens",
@@ -354,11 +355,15 @@ class Supervisor:
     async def _until_down(self) -> None:
         """Returns never; raises _Down when the server has died or does no work that it should, _Replaced when other
         flags are wanted."""
+        now = time.monotonic()
         while True:
             await asyncio.sleep(0.1)
             if self.changed.is_set():
                 raise _Replaced
-            now = time.monotonic()
+            last, now = now, time.monotonic()
+            if now - last > PAUSED_S:  # nothing was sampled meanwhile, so nothing is known of the server
+                self.progress.at = now
+                self.silent_since = now if self.silent_since else 0.0
             client: Mapping[str, Any] = self.operation["client"]
             stall_s = client["request_timeout_s"] if self.blind else self.settings["stall_s"]
             silent_s = now - self.silent_since if self.silent_since else 0.0
