@@ -108,15 +108,22 @@ def slots_of(
     folder: Path, query: str, listing: str, environment: dict[str, str] | None = None, **operation: Any
 ) -> list[dict[str, Any]]:
     """The slots in a process that finds an nvidia-smi saying so (what it found is kept for a process's life)."""
+    script = f"case \"$1\" in -L) cat <<'END'\n{listing}END\n;; *) cat <<'END'\n{query}END\n;; esac\n"
+    return slots_with(folder, script, environment, **operation)
+
+
+def slots_with(
+    folder: Path, script: str, environment: dict[str, str] | None = None, **operation: Any
+) -> list[dict[str, Any]]:
+    """The slots where nvidia-smi is a shell script."""
     smi = folder / "nvidia-smi"
-    smi.write_text(
-        f"#!/bin/sh\ncase \"$1\" in -L) cat <<'END'\n{listing}END\n;; *) cat <<'END'\n{query}END\n;; esac\n"
-    )
+    smi.write_text(f"#!/bin/sh\n{script}")
     smi.chmod(0o755)
     block = {"engine": "auto", "attach": [], "gpus_per_server": 1, "cpu_servers": 2, **operation}
-    script = (
-        "import json, sys; from dataclasses import asdict; from draftmill.fleet.slots import slots\n"
-        "print(json.dumps([asdict(s) for s in slots(json.loads(sys.argv[1]))]))"
+    asking = (
+        "import json, sys; from dataclasses import asdict; from draftmill.fleet import slots\n"
+        "slots.PAUSE_S, slots.ANSWER_S = 0.05, 1\n"
+        "print(json.dumps([asdict(s) for s in slots.slots(json.loads(sys.argv[1]))]))"
     )
     inherited = {
         name: value
@@ -124,7 +131,7 @@ def slots_of(
         if name != "CUDA_VISIBLE_DEVICES" and not name.startswith("SLURM_")
     }
     done = subprocess.run(
-        [sys.executable, "-c", script, json.dumps(block)],
+        [sys.executable, "-c", asking, json.dumps(block)],
         env={
             **inherited,
             "PATH": f"{folder}{os.pathsep}{os.environ['PATH']}",
@@ -209,19 +216,51 @@ def test_where_a_driver_tells_uuids_slurm_is_not_asked(tmp_path: Path) -> None:
     assert [gpu["uuid"] for gpu in slot["gpus"]] == [UUIDS[1]]
 
 
-def test_a_driver_that_does_not_answer_is_no_gpu(tmp_path: Path) -> None:
-    smi = tmp_path / "nvidia-smi"
-    smi.write_text("#!/bin/sh\necho 'Failed to initialize NVML' >&2\nexit 9\n")
-    smi.chmod(0o755)
-    script = "from draftmill.fleet.slots import installed_gpus; print(installed_gpus())"
-    environment = {
-        "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}",
-        "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
-    }
-    done = subprocess.run(
-        [sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True
-    )
-    assert done.stdout == "()\n"
+NO_DRIVER = 'echo "NVIDIA-SMI has failed because it couldn\'t communicate with the NVIDIA driver."; exit 9'
+NO_DEVICE = "echo 'No devices were found'; exit 6"
+NO_LIBRARY = 'echo "NVIDIA-SMI couldn\'t find libnvidia-ml.so library in your system."; exit 12'
+MISMATCH = "echo 'Failed to initialize NVML: Driver/library version mismatch' >&2; exit 18"
+
+
+@pytest.mark.parametrize("script", [NO_DRIVER, NO_DEVICE, NO_LIBRARY, "echo 'No devices were found'"])
+def test_a_driver_that_finds_no_gpu_means_servers_on_the_cpu_unless_one_is_named(
+    tmp_path: Path, script: str
+) -> None:
+    """Some machines and containers without a GPU have an nvidia-smi."""
+    assert [slot["name"] for slot in slots_with(tmp_path, script)] == ["cpu0", "cpu1"]
+    with pytest.raises(AssertionError, match="UserError: nvidia-smi cannot list the GPUs"):
+        slots_with(tmp_path, script, {"CUDA_VISIBLE_DEVICES": "0"})
+
+
+@pytest.mark.parametrize(
+    ("script", "said"),
+    [(MISMATCH, "version mismatch"), ("exit 255", "exit code 255"), ("exec sleep 20", "no answer in 1 s")],
+)
+@pytest.mark.parametrize("environment", [{}, {"SLURM_JOB_GPUS": "2", "CUDA_VISIBLE_DEVICES": "0"}])
+def test_a_driver_that_fails_is_named_and_never_no_gpu(
+    tmp_path: Path, script: str, said: str, environment: dict[str, str]
+) -> None:
+    with pytest.raises(AssertionError, match=f"UserError: nvidia-smi cannot list the GPUs: .*{said}"):
+        slots_with(tmp_path, script, environment)
+
+
+def test_a_driver_that_fails_once_is_asked_again(tmp_path: Path) -> None:
+    once = f"if mkdir {tmp_path}/failed 2>/dev/null; then {MISMATCH}; fi\n"
+    (slot,) = slots_with(tmp_path, once + f"[ \"$1\" = -L ] || echo '{query_of(1).strip()}'\n")
+    assert [gpu["uuid"] for gpu in slot["gpus"]] == UUIDS[:1]
+
+
+@pytest.mark.parametrize("hidden", ["", "-1", "NoDevFiles"])
+def test_a_driver_that_fails_does_not_matter_where_all_gpus_are_hidden(tmp_path: Path, hidden: str) -> None:
+    found = slots_with(tmp_path, MISMATCH, {"CUDA_VISIBLE_DEVICES": hidden})
+    assert [slot["name"] for slot in found] == ["cpu0", "cpu1"]
+
+
+def test_the_gpus_of_an_allocation_need_no_driver_that_finds_them(tmp_path: Path) -> None:
+    """In a container that has nvidia-smi, but not the driver's own library."""
+    allocated = {"SLURM_JOB_ID": "7", "SLURM_JOB_GPUS": "2", "CUDA_VISIBLE_DEVICES": "0"}
+    (slot,) = slots_with(tmp_path, NO_LIBRARY, allocated)
+    assert slot["gpus"][0]["index"] == "0"
 
 
 def test_slot_names_are_short_and_the_same_in_every_run(tmp_path: Path) -> None:

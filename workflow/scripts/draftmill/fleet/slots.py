@@ -8,14 +8,23 @@ from __future__ import annotations
 
 import csv
 import os
+import shutil
 import socket
 import subprocess
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 
 from draftmill.errors import UserError
 from draftmill.fleet import allocation
+
+TRIES, PAUSE_S, ANSWER_S = 3, 1.0, 60  # of nvidia-smi
+# What it says on a machine without GPUs, where it came with the system or the container.
+NO_GPU = (
+    "communicate with the NVIDIA driver", "No devices", "find libnvidia-ml", "NVML Shared library not found",
+    "Driver Not Loaded", "Exec format error",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -56,13 +65,20 @@ class Slot:
 
 
 @cache
-def installed_gpus() -> tuple[tuple[Gpu, tuple[str, ...]], ...]:
-    """All GPUs in the driver's order, each with the UUIDs of its MIG instances."""
-    query = ["nvidia-smi", "--query-gpu=uuid,name,memory.total", "--format=csv,noheader,nounits"]
-    rows = list(csv.reader(_output(query).splitlines(), skipinitialspace=True))
+def installed_gpus(expected: bool) -> tuple[tuple[Gpu, tuple[str, ...]], ...]:
+    """All GPUs in the driver's order, each with the UUIDs of its MIG instances; none without a driver.
+
+    ``expected``: a driver that finds no GPU is at fault. Raises UserError where GPUs there may be cannot be listed.
+    """
+    listed = _said_by_driver(
+        ["--query-gpu=uuid,name,memory.total", "--format=csv,noheader,nounits"], expected
+    )
+    rows = list(csv.reader(listed.splitlines(), skipinitialspace=True))
+    if not rows:
+        return ()
     instances: dict[str, list[str]] = {}
     current = ""
-    for line in _output(["nvidia-smi", "-L"]).splitlines():
+    for line in _said_by_driver(["-L"], expected=True).splitlines():
         uuid = line.rpartition("UUID: ")[2].rstrip(") \t")
         if line.startswith("GPU "):
             current = uuid
@@ -81,11 +97,34 @@ def _bytes(mebibytes: str) -> int:
         return 0
 
 
-def _output(command: list[str]) -> str:
-    try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
-    except (OSError, subprocess.SubprocessError):
+def _said_by_driver(words: list[str], expected: bool) -> str:
+    """What nvidia-smi answers; asked again where it fails. Nothing where it is missing, or says that there is no GPU and
+    none is expected."""
+    if shutil.which("nvidia-smi") is None:
         return ""
+    said = ""
+    for attempt in range(TRIES):
+        if attempt:
+            time.sleep(PAUSE_S)
+        try:
+            done = subprocess.run(
+                ["nvidia-smi", *words], capture_output=True, text=True, timeout=ANSWER_S, check=False
+            )
+        except subprocess.TimeoutExpired:
+            said = f"no answer in {ANSWER_S} s"
+            continue
+        except OSError as fault:
+            said = str(fault)
+        else:
+            said = " ".join((done.stdout + done.stderr).split())[-300:] or f"exit code {done.returncode}"
+            if done.returncode == 0 and "No devices" not in said:
+                return done.stdout
+        if not expected and any(sign in said for sign in NO_GPU):
+            return ""
+    raise UserError(
+        f"nvidia-smi cannot list the GPUs: {said}. Reset the GPU or start the machine anew until it works; "
+        "to run on the CPU, set CUDA_VISIBLE_DEVICES to nothing."
+    )
 
 
 def visible_gpus(
@@ -133,18 +172,31 @@ def allocated_gpus(environment: Mapping[str, str]) -> tuple[Gpu, ...]:
     )
 
 
+def _gpus_here(environment: Mapping[str, str]) -> tuple[Gpu, ...]:
+    wanted = environment.get("CUDA_VISIBLE_DEVICES")
+    if wanted is not None and not _names_a_gpu(wanted.partition(",")[0].strip()):
+        return ()  # whatever the driver says
+    allocated = allocated_gpus(environment)
+    installed = installed_gpus(expected=wanted is not None and not allocated)
+    return visible_gpus(environment, installed) if installed else allocated
+
+
+def _names_a_gpu(entry: str) -> bool:
+    return entry.isdecimal() or entry.startswith(("GPU-", "MIG-"))
+
+
 def slots(operation: Mapping[str, object], environment: Mapping[str, str] = os.environ) -> tuple[Slot, ...]:
     """The slots of this host for the config's ``operation`` block.
 
     GPUs that do not fill a slot of ``gpus_per_server`` stay unused. Without any GPU there are
-    ``cpu_servers`` slots; with ``engine: attach`` one for every URL.
+    ``cpu_servers`` slots; with ``engine: attach`` one for every URL. Raises UserError when the GPUs are too few, or
+    cannot be listed.
     """
     urls = operation["attach"]
     if operation["engine"] == "attach":
         assert isinstance(urls, list)
         return tuple(Slot(f"attached{i}", address=url.rstrip("/")) for i, url in enumerate(urls))
-    installed = installed_gpus()
-    gpus = visible_gpus(environment, installed) if installed else allocated_gpus(environment)
+    gpus = _gpus_here(environment)
     size = operation["gpus_per_server"]
     assert isinstance(size, int)
     if gpus and len(gpus) < size:
