@@ -1,8 +1,8 @@
 """Rows as JSON lines, in the shapes that trainers ask for.
 
 Knows what SpecForge, speculators and chat trainers read. No value is ever null and no list empty where a
-later row could fill it, because readers take a column's type from the first rows they see. Must never know
-how a row came about.
+later row could fill it, because readers take a column's type from the first rows they see; only the tool
+calls in chats stand where a row has some. Must never know how a row came about.
 """
 
 from __future__ import annotations
