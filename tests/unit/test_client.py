@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
 import threading
@@ -48,6 +49,55 @@ class Supervisor:
                 self.say(granted=1, epoch=epoch, alone=alone)
                 return
         raise AssertionError("the client has gone")
+
+
+@pytest.mark.parametrize("way", ["stalls", "crashes, and takes a while to clear up", "crashes"])
+def test_a_turn_that_takes_servers_down_runs_alone_and_is_rejected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    """However its supervisor comes to know: a hung server is ended after it said so, a dead one's children hold on."""
+    monkeypatch.setenv("DRAFTMILL_RUNTIME_DIR", str(tmp_path / "run"))
+    fleet = Fleet(tmp_path / "results", Process.me())
+    one = Supervisor(fleet, "one")
+    asked: list[int] = []
+    ends = threading.Semaphore(0)
+    broke = threading.Semaphore(0)
+    given_up: list[str] = []
+
+    def answer(what: str, server: Server, attempt: int) -> Task[str] | None:
+        asked.append(attempt)
+        ends.acquire(timeout=20)
+        broke.release()
+        raise Broken("it has gone")
+
+    def give_up(what: str, outcome: str, detail: str) -> None:
+        given_up.append(outcome)
+
+    def nothing(*_: object) -> None: ...
+
+    client: Client[str] = Client(
+        fleet, "1-of-1", 0.0, answer, give_up, nothing, nothing, nothing, proven=True, deadline=float("inf")
+    )
+    running = threading.Thread(target=client.run, args=([Task("a turn")],), daemon=True)
+    running.start()
+    one.accept()
+    for epoch, alone in ((1, False), (2, False), (3, True), (4, True)):
+        one.stands("ready", epoch)
+        one.grant(epoch, alone=alone)
+        while len(asked) < epoch:
+            threading.Event().wait(0.01)
+        if way == "stalls":
+            one.stands("stalled", epoch)
+            threading.Event().wait(0.1)
+        ends.release()
+        assert broke.acquire(timeout=20)
+        threading.Event().wait(1.5 if "while" in way else 0.1)
+        with contextlib.suppress(BrokenPipeError):  # it may know enough
+            one.say(down=epoch, reason="gone")
+            one.stands("restarting", epoch)
+    running.join(20)
+    assert not running.is_alive()
+    assert given_up == ["poison"] and asked == [1, 2, 3, 4]
 
 
 def test_a_suspect_finds_another_server_when_the_one_that_was_to_try_it_is_given_up(

@@ -40,6 +40,9 @@ WANT_AT_MOST = 4096  # more is never granted at once, and a steady figure saves 
 TRIES = 12  # of one turn with a server that lives; a server's death does not count
 SUSPECT_AFTER, POISON_AFTER = 2, 2  # crashes in company, then alone
 DOUBT_S = 0.5  # a supervisor sees its server's end after 0.1 s
+PROOF_S = (
+    5.0  # so long after connections broke their supervisor has said that the server is down, or it lives
+)
 LEAST_ROUND_S = 0.004  # between two rounds, so that answers that come together are handled together
 BREAKER_AFTER = 6  # failures in a row of one server
 NO_SERVER_S = 120.0
@@ -95,7 +98,10 @@ class _Link:
     alone: bool = False
     sent: tuple[int, ...] = (0,) * len(TOLD)
     running: dict[int, Task[Any]] = field(default_factory=dict)
-    failed_lately: list[tuple[float, Task[Any]]] = field(default_factory=list)
+    broken: list[tuple[float, Task[Any]]] = field(
+        default_factory=list
+    )  # turns, and when, since its last answer
+    suspected: int = 0  # the epoch whose turns are suspected already
     failures: int = 0
     closed_until: float = 0.0  # the circuit breaker
     doubtful_until: float = 0.0  # something broke: its supervisor will say shortly whether the server is down
@@ -312,7 +318,7 @@ class Client(Generic[T]):
             elif "server" in message:
                 self._changed(name, link, message["server"])
             elif "down" in message:
-                self._server_down(name, link, message["reason"])
+                self._server_down(name, link, message["down"], message["reason"])
 
     def _changed(self, name: str, link: _Link, public: dict[str, Any]) -> None:
         if public.get("epoch") != link.public.get("epoch"):
@@ -322,20 +328,34 @@ class Client(Generic[T]):
         if public["state"] == "ready" and self._settled.get(name) != public["epoch"]:
             self._settled[name] = public["epoch"]
             log.info("%s is ready and runs %s turns at once", name, public["capacity"])
+        if public["state"] == "stalled":  # before its end breaks the connections
+            self._suspect(link, public["epoch"])
 
-    def _server_down(self, name: str, link: _Link, reason: str) -> None:
-        """Everything that was in flight there is suspected a little; its failures come in by themselves."""
-        now = time.monotonic()
+    def _server_down(self, name: str, link: _Link, epoch: int, reason: str) -> None:
         log.warning("the server of %s is down (%s)", name, reason.partition("\n")[0])
-        lately = {id(task): task for at, task in link.failed_lately if now - at < DOUBT_S}
-        for task in lately.values():
-            task.tries -= 1  # it was the server's end, not an answer of a living one
-        for task in {**lately, **{id(task): task for task in link.running.values()}}.values():
-            task.crashes += 1
-            task.crashes_alone += task.alone
-        link.failed_lately.clear()
+        self._suspect(link, epoch)
         link.returned += link.permits
         link.permits = 0
+
+    def _suspect(self, link: _Link, epoch: int) -> None:
+        """Everything that was in flight when a server went down is suspected a little. Its failures come in by
+        themselves, some before its supervisor has cleared up and says so: those waited for that."""
+        if link.suspected == epoch:
+            return
+        link.suspected = epoch
+        for _, task in link.broken:
+            task.tries -= 1  # it was the server's end, not an answer of a living one
+        broken = {id(task): task for _, task in link.broken}
+        for task in {**broken, **{id(task): task for task in link.running.values()}}.values():
+            task.crashes += 1
+            task.crashes_alone += task.alone
+        waiting, self._delayed = self._delayed, []
+        for entry in waiting:
+            if id(entry[2]) in broken:
+                self._put(entry[2])
+            else:
+                heapq.heappush(self._delayed, entry)
+        link.broken.clear()
 
     def _drop(self, name: str) -> None:
         """Forgets a supervisor that is gone; what runs on its server fails or finishes by itself."""
@@ -476,6 +496,7 @@ class Client(Generic[T]):
                 if link is not None:
                     link.failures = 0
                     link.answered += done.answered
+                    link.broken = [one for one in link.broken if time.monotonic() - one[0] < PROOF_S]
                 if done.follow_up is not None:
                     done.follow_up.prefers = done.link
                     self._put(done.follow_up)
@@ -500,8 +521,7 @@ class Client(Generic[T]):
                 self._requeued += 1
                 self._put(task)
                 return
-            link.failed_lately = [(at, t) for at, t in link.failed_lately if now - at < DOUBT_S]
-            link.failed_lately.append((now, task))
+            link.broken.append((now, task))
         link.failures += 1
         link.failed += 1
         task.tries += 1
@@ -520,5 +540,7 @@ class Client(Generic[T]):
         if task.tries >= TRIES:
             self._given_up.append(task)
             log.error("turn %s failed %d times: %s", task.what, task.tries, task.last_fault)
+        elif isinstance(done.fault, Broken):
+            self._later(task, PROOF_S)
         else:
             self._later(task, min(30.0, 0.5 * 2**task.tries) * random.uniform(0.75, 1.25))
