@@ -27,7 +27,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from draftmill.aside import remove_leftovers
+from draftmill.aside import remove_leftovers, replacing
 from draftmill.errors import UserError
 from draftmill.exports.tables import ParquetFile
 from draftmill.judging import Judge, read_table, write_table
@@ -73,14 +73,17 @@ def merge(
     prompts = json.loads(prompts_summary.read_text(encoding="utf-8"))
     policy = config["validation"]
     accounts = Accounts([path.stem for path in generated], str(policy[DUPLICATE]))
-    aside = {path: path.with_name(f".{path.name}.{os.getpid()}") for path in (merged, rejected, summary)}
-    for path in aside:
+    for path in (merged, rejected, summary):
         path.parent.mkdir(parents=True, exist_ok=True)
         remove_leftovers(path.parent, f".{path.name}.")
-    try:
+    with (
+        replacing(summary) as summary_aside,
+        replacing(rejected) as rejected_aside,
+        replacing(merged) as merged_aside,
+    ):
         with ExitStack() as stack:
-            accepted_file = stack.enter_context(closing(ParquetFile(aside[merged], MERGED)))
-            rejected_file = stack.enter_context(closing(ParquetFile(aside[rejected], REJECTED)))
+            accepted_file = stack.enter_context(closing(ParquetFile(merged_aside, MERGED)))
+            rejected_file = stack.enter_context(closing(ParquetFile(rejected_aside, REJECTED)))
             share = min(1.0, RETOKENISED_ROWS / max(1, prompts["turns"]))
             if prompts["turns"] > SMALL_RUN:
                 judges: Judges | Judge = stack.enter_context(Judges(model_folder, config, share))
@@ -92,15 +95,10 @@ def merge(
                 rejected_file.write(_rejected(batch))
         accounts.refuse_unless_sound(prompts)
         report = json.dumps(accounts.report(prompts), ensure_ascii=False, indent=1)
-        aside[summary].write_text(report + "\n", encoding="utf-8")
-        for path, temporary in aside.items():
-            temporary.replace(path)
-        log.info("%s", accounts)
-        if not accounts.accepted:
-            log.warning("no answer was accepted; why stands in %s under reasons", summary)
-    finally:
-        for temporary in aside.values():
-            temporary.unlink(missing_ok=True)
+        summary_aside.write_text(report + "\n", encoding="utf-8")
+    log.info("%s", accounts)
+    if not accounts.accepted:
+        log.warning("no answer was accepted; why stands in %s under reasons", summary)
 
 
 @dataclass
