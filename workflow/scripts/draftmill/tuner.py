@@ -46,9 +46,7 @@ from draftmill.tuning import Measurement, Setting
 log = logging.getLogger("tune")
 
 RAMP_S = 600.0  # at most this long until as many turns run as will, of all ages
-DRAIN_S = (
-    60.0  # turns in flight may take so long to end before the next setting starts; the rest is asked anew
-)
+DRAIN_S = 60.0  # turns in flight may take so long to end before the next setting starts; the rest comes again
 BUSY_S = 30.0  # a GPU that another run holds for longer measures nothing
 SILENT_S = 60.0  # a server that shows no metrics for so long has failed
 MOST_CANDIDATES = 12  # of those that leave the answers as they are, and as many of the others
@@ -158,11 +156,12 @@ class _Tuner:
         self._writer.close()
         if self._faults:
             raise self._faults[0]
-        done = self._done() if self._circumstances is not None else []
+        if self._circumstances is None:  # no server has started, on any slot
+            raise self._lost[0]
+        done = self._done()
         if self._lost and not any(m.outcome == "measured" for m in done):
             raise self._lost[0]
         decision = tuning.decide(done, self._asked)
-        assert self._circumstances is not None, "a server has started, or its fault was raised"
         tuning.adopt(self._results, decision, self._asked, self._circumstances)
         for line in table(done, decision.asked):
             log.info("%s", line)

@@ -40,9 +40,7 @@ WANT_AT_MOST = 4096  # more is never granted at once, and a steady figure saves 
 TRIES = 12  # of one turn with a server that lives; a server's death does not count
 SUSPECT_AFTER, POISON_AFTER = 2, 2  # crashes in company, then alone
 DOUBT_S = 0.5  # a supervisor sees its server's end after 0.1 s
-PROOF_S = (
-    5.0  # so long after connections broke their supervisor has said that the server is down, or it lives
-)
+PROOF_S = 5.0  # after connections broke: by then their supervisor has said "down", or the server lives
 LEAST_ROUND_S = 0.004  # between two rounds, so that answers that come together are handled together
 BREAKER_AFTER = 6  # failures in a row of one server
 NO_SERVER_S = 120.0
@@ -98,9 +96,7 @@ class _Link:
     alone: bool = False
     sent: tuple[int, ...] = (0,) * len(TOLD)
     running: dict[int, Task[Any]] = field(default_factory=dict)
-    broken: list[tuple[float, Task[Any]]] = field(
-        default_factory=list
-    )  # turns, and when, since its last answer
+    broken: list[tuple[float, Task[Any]]] = field(default_factory=list)  # when, and which, since an answer
     suspected: int = 0  # the epoch whose turns are suspected already
     failures: int = 0
     closed_until: float = 0.0  # the circuit breaker
