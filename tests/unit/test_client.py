@@ -7,6 +7,7 @@ import json
 import socket
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -51,13 +52,33 @@ class Supervisor:
         raise AssertionError("the client has gone")
 
 
-@pytest.mark.parametrize("way", ["stalls", "crashes, and takes a while to clear up", "crashes"])
-def test_a_turn_that_takes_servers_down_runs_alone_and_is_rejected(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
-) -> None:
-    """However its supervisor comes to know: a hung server is ended after it said so, a dead one's children hold on."""
+@pytest.fixture
+def fleet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Fleet:
     monkeypatch.setenv("DRAFTMILL_RUNTIME_DIR", str(tmp_path / "run"))
-    fleet = Fleet(tmp_path / "results", Process.me())
+    return Fleet(tmp_path / "results", Process.me())
+
+
+def nothing(*_: object) -> None: ...
+
+
+def asking(
+    fleet: Fleet,
+    answer: Callable[[str, Server, int], Task[str] | None],
+    give_up: Callable[[str, str, str], None] = nothing,
+    tick: Callable[[Figures], None] = nothing,
+) -> threading.Thread:
+    """A client that asks for one turn."""
+    client: Client[str] = Client(
+        fleet, "1-of-1", 0.0, answer, give_up, nothing, tick, nothing, proven=True, deadline=float("inf")
+    )
+    running = threading.Thread(target=client.run, args=([Task("a turn")],), daemon=True)
+    running.start()
+    return running
+
+
+@pytest.mark.parametrize("way", ["stalls", "crashes, and takes a while to clear up", "crashes"])
+def test_a_turn_that_takes_servers_down_runs_alone_and_is_rejected(fleet: Fleet, way: str) -> None:
+    """However its supervisor comes to know: a hung server is ended after it said so, a dead one's children hold on."""
     one = Supervisor(fleet, "one")
     asked: list[int] = []
     ends = threading.Semaphore(0)
@@ -73,13 +94,7 @@ def test_a_turn_that_takes_servers_down_runs_alone_and_is_rejected(
     def give_up(what: str, outcome: str, detail: str) -> None:
         given_up.append(outcome)
 
-    def nothing(*_: object) -> None: ...
-
-    client: Client[str] = Client(
-        fleet, "1-of-1", 0.0, answer, give_up, nothing, nothing, nothing, proven=True, deadline=float("inf")
-    )
-    running = threading.Thread(target=client.run, args=([Task("a turn")],), daemon=True)
-    running.start()
+    running = asking(fleet, answer, give_up)
     one.accept()
     for epoch, alone in ((1, False), (2, False), (3, True), (4, True)):
         one.stands("ready", epoch)
@@ -100,11 +115,7 @@ def test_a_turn_that_takes_servers_down_runs_alone_and_is_rejected(
     assert given_up == ["poison"] and asked == [1, 2, 3, 4]
 
 
-def test_a_suspect_finds_another_server_when_the_one_that_was_to_try_it_is_given_up(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("DRAFTMILL_RUNTIME_DIR", str(tmp_path / "run"))
-    fleet = Fleet(tmp_path / "results", Process.me())
+def test_a_suspect_finds_another_server_when_the_one_that_was_to_try_it_is_given_up(fleet: Fleet) -> None:
     one, other = Supervisor(fleet, "one"), Supervisor(fleet, "other")
     asked: list[tuple[str, int]] = []
     down = threading.Semaphore(0)
@@ -116,13 +127,7 @@ def test_a_suspect_finds_another_server_when_the_one_that_was_to_try_it_is_given
             raise Broken("it has gone")
         return None
 
-    def nothing(*_: object) -> None: ...
-
-    client: Client[str] = Client(
-        fleet, "1-of-1", 0.0, answer, nothing, nothing, nothing, nothing, proven=True, deadline=float("inf")
-    )
-    running = threading.Thread(target=client.run, args=([Task("a turn")],), daemon=True)
-    running.start()
+    running = asking(fleet, answer)
     one.accept()
     other.accept()
     other.stands("starting", 1)
@@ -147,14 +152,12 @@ def test_a_suspect_finds_another_server_when_the_one_that_was_to_try_it_is_given
 
 
 def test_a_lease_has_time_to_move_to_another_slot_when_the_first_is_given_up(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Python, the imports and nvidia-smi take seconds; here ten of them pass at once."""
-    monkeypatch.setenv("DRAFTMILL_RUNTIME_DIR", str(tmp_path / "run"))
     passed = [0.0]
     clock = SimpleNamespace(monotonic=lambda: time.monotonic() + passed[0], sleep=time.sleep)
     monkeypatch.setattr("draftmill.fleet.client.time", clock)
-    fleet = Fleet(tmp_path / "results", Process.me())
     one = Supervisor(fleet, "one")
     asked: list[str] = []
     looks = threading.Semaphore(0)
@@ -165,8 +168,6 @@ def test_a_lease_has_time_to_move_to_another_slot_when_the_first_is_given_up(
     def tick(_figures: Figures) -> None:
         looks.release()
 
-    def nothing(*_: object) -> None: ...
-
     def two_rounds() -> None:
         """Of the client, each begun by a message."""
         for _ in range(2):
@@ -175,11 +176,7 @@ def test_a_lease_has_time_to_move_to_another_slot_when_the_first_is_given_up(
             one.stands("given_up", 1)
             assert looks.acquire(timeout=20), "the client has gone"
 
-    asking: Client[str] = Client(
-        fleet, "1-of-1", 0.0, answer, nothing, nothing, tick, nothing, proven=True, deadline=float("inf")
-    )
-    running = threading.Thread(target=asking.run, args=([Task("a turn")],), daemon=True)
-    running.start()
+    running = asking(fleet, answer, tick=tick)
     one.accept()
     two_rounds()
     passed[0] = 10.0

@@ -116,6 +116,12 @@ def measured(way: str, folder: Path) -> list[Measurement]:
     return tuning.read_measurements(folder / way)
 
 
+def gain_over(base: Measurement, other: Measurement) -> tuple[float, float]:
+    """The gain, and its standard error."""
+    gain = other.tok_s / base.tok_s
+    return gain, gain * math.hypot(other.error / other.tok_s, base.error / base.tok_s)
+
+
 def test_the_tuner_side_by_side_agrees_with_the_tuner_on_one_gpu(tmp_path: Path) -> None:
     """The same settings in the same order, the same winner, each rate and gain within twice their standard error."""
     beside, alone = measured("beside", tmp_path), measured("alone", tmp_path)
@@ -126,12 +132,8 @@ def test_the_tuner_side_by_side_agrees_with_the_tuner_on_one_gpu(tmp_path: Path)
     assert winners[0].flags == winners[1].flags == tuple(DELAYED.split())
     for one, same in zip(beside, alone, strict=False):
         assert abs(one.tok_s - same.tok_s) <= 2 * math.hypot(one.error, same.error), one.name
-        gains = [m.tok_s / base.tok_s for m, base in ((one, beside[0]), (same, alone[0]))]
-        errors = [
-            m.tok_s / base.tok_s * math.hypot(m.error / m.tok_s, base.error / base.tok_s)
-            for m, base in ((one, beside[0]), (same, alone[0]))
-        ]
-        assert abs(gains[0] - gains[1]) <= 2 * math.hypot(*errors), one.name
+        (gain, error), (other, other_error) = gain_over(beside[0], one), gain_over(alone[0], same)
+        assert abs(gain - other) <= 2 * math.hypot(error, other_error), one.name
 
 
 @pytest.mark.parametrize(
